@@ -15,8 +15,8 @@ use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
 use ft::model::feed_forward::mlp::Mlp;
 use ft::model::feed_forward::{Inputs, Mixture};
+use ft::model::grad_accumulator::{GradAccumulator, Slot};
 use ft::model::linear::{Linear, Lora, Weight};
-use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
 
 // the allocator of `ft run`, with freed buffers kept for reuse
@@ -109,18 +109,18 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let dense_grads = make.grads()?;
 
     // gradients as for a step's only micro-batch
-    fn sink((grads, slots): &(Vec<Option<Tensor>>, Vec<Slot>)) -> Sink<'_> {
-        Sink::new(grads, slots.len()).over(slots.clone())
+    fn accum((grads, slots): &(Vec<Option<Tensor>>, Vec<Slot>)) -> GradAccumulator<'_> {
+        GradAccumulator::new(grads, slots.len()).over(slots.clone())
     }
     let (mut best, mut ratios) = ([Duration::MAX; 2], Vec::new());
     for round in 0..=rounds {
         let one = time(|| {
             let (_, saved) = dense.forward(&Padded::of(&x)?, &ctx)?;
-            dense.backward(saved, &Padded::of(&dy)?, &ctx, &sink(&dense_grads)).map(drop)
+            dense.backward(saved, &Padded::of(&dy)?, &ctx, &accum(&dense_grads)).map(drop)
         })?;
         let other = time(|| {
             let (_, saved) = mixture.forward(Inputs::both(&x), &ctx, None)?;
-            mixture.backward(saved, &dy, &ctx, &sink(&mixture_grads), None).map(drop)
+            mixture.backward(saved, &dy, &ctx, &accum(&mixture_grads), None).map(drop)
         })?;
         // round 0 is warm-up
         if round > 0 {

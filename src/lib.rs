@@ -38,7 +38,7 @@
 //! train::run          the loop: rows of the step, step, metrics, evaluation, checkpoints, signals
 //!   train::step       micro-batches of the step; loss and gradients normalized by its target tokens
 //!     walk            forward over the layers, head with loss, backward over the layers in reverse
-//!       model         each module: forward -> (y, Saved); backward(Saved, dy, sink) -> dx
+//!       model         each module: forward -> (y, Saved); backward(Saved, dy, accumulator) -> dx
 //!         kernels     operations with forward and backward, for CPU and CUDA
 //!     optim           gradient norm, clip, AdamW over flat buffers
 //! ```
@@ -74,7 +74,7 @@ pub use ft_plan as plan;
 #[doc(hidden)]
 pub use ft_recipe as recipe;
 
-pub use ft_base::{Error, Place, Result};
+pub use ft_base::{Error, Location, Result};
 pub use ft_engine::adapters::Selection;
 pub use ft_engine::model::Config;
 pub use ft_recipe::Recipe;

@@ -7,7 +7,7 @@
 
 use ft::plan::actions::{Actions, Kind, Transfer, VisitActions};
 use ft::plan::links::{Members, Network};
-use ft::ranks::schedule::{Action, Passed, schedule};
+use ft::ranks::schedule::{Action, ExchangeMicros, schedule};
 use ft::ranks::{Axis, Mesh};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -154,10 +154,10 @@ impl World<'_> {
         for action in list {
             match action {
                 // without stages the two passes are one walk
-                Action::Up(_) if mesh.pipeline == 1 => walk(&mut p, &[&up[..], &down[..]].concat()),
-                Action::Down(_) if mesh.pipeline == 1 => {}
-                Action::Up(_) => walk(&mut p, &up),
-                Action::Down(_) => walk(&mut p, &down),
+                Action::Forward(_) if mesh.pipeline == 1 => walk(&mut p, &[&up[..], &down[..]].concat()),
+                Action::Backward(_) if mesh.pipeline == 1 => {}
+                Action::Forward(_) => walk(&mut p, &up),
+                Action::Backward(_) => walk(&mut p, &down),
                 Action::Above(passed) => self.cross(&mut p, rank, (stage, true), passed),
                 Action::Below(passed) => self.cross(&mut p, rank, (stage - 1, false), passed),
             }
@@ -214,7 +214,7 @@ impl World<'_> {
     }
 
     /// Exchanges hidden states and gradients between a stage and the one above, and waits.
-    fn cross(&self, p: &mut Program, rank: usize, (lower, is_lower): (usize, bool), passed: Passed) {
+    fn cross(&self, p: &mut Program, rank: usize, (lower, is_lower): (usize, bool), passed: ExchangeMicros) {
         let mesh = self.mesh();
         let pair = if is_lower { rank } else { rank - mesh.stage() };
         let far = pair / self.network.machine != (pair + mesh.stage()) / self.network.machine;

@@ -156,9 +156,9 @@ fn swiglus(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let glu = Glu { activation, joint: Joint::Halves };
         let mut put = |what: &str, t: Tensor| out.push((format!("{name}{what}"), t));
         put("", swiglu::forward(glu, &x, Some(&up))?);
-        let (dgate, dup) = swiglu::backward(glu, &x, Some(&up), &dh)?;
+        let (dgate, dup) = swiglu::backward_pair(glu, &x, &up, &dh)?;
         put(", dgate", dgate);
-        dup.into_iter().for_each(|d| put(", dup", d));
+        put(", dup", dup);
         let (dgate, dup, again) = swiglu::backward_again(glu, &x, Some(&up), dh.copy()?, [0, 8])?;
         put(", dgate again", dgate.values()?);
         if let Some(dup) = dup {

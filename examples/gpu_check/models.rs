@@ -8,7 +8,7 @@ use ft::adapters::{Choice, Selection};
 use ft::kernel::{Tensor, loss};
 use ft::load::Base;
 use ft::model::batch::HostBatch;
-use ft::model::sink::Sink;
+use ft::model::grad_accumulator::GradAccumulator;
 use ft::model::{Batch, Config, Decoder};
 use ft::optim::Optimizer;
 use ft::params::Allocate;
@@ -91,8 +91,8 @@ fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Te
     let batch = Batch::new(&d.config, host, (0, 0), None, device)?;
     let logits = Walk::new(d, None, 0).logits(&batch)?;
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len());
-    let losses = Walk::new(d, p.lowest_unit(), usize::MAX).train(&batch, 1.0, &sink)?;
+    let accum = GradAccumulator::new(&grads, p.tensors.len());
+    let losses = Walk::new(d, p.lowest_unit(), usize::MAX).train(&batch, 1.0, &accum)?;
     // by name: devices place tensors in their buffers differently
     let mut order: Vec<usize> = (0..p.tensors.len()).collect();
     order.sort_by_key(|i| &p.tensors[*i].name);

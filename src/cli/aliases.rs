@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_in_order_and_not_ours() {
+    fn verbs_of_other_programs_are_sorted_and_none_of_fts() {
         assert!(WORDS.is_sorted_by(|a, b| a.0 < b.0), "in order, each once");
         let verbs = crate::cli::subcommands();
         for (theirs, ours) in WORDS {

@@ -71,7 +71,7 @@ mod tests {
 
     /// The option is named, and no recipe key.
     #[test]
-    fn an_option_names_itself() {
+    fn an_error_of_an_option_names_the_option() {
         let e = of_option("cuda", train::Error::Device("none is here".into()));
         assert_eq!(e.to_string(), "--device cuda: none is here\n  hint: --device cpu");
     }

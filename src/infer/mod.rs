@@ -9,7 +9,7 @@
 //! follow    newest checkpoint of a run
 //! model     model to serve: fixed, or a followed run; one replica per device
 //! prompt    conversation or text -> token ids
-//! sampling  temperature, top-p, top-k, seed -> sampler
+//! sampling  temperature, top-p, top-k, repetition penalty, seed -> sampler; generation_config.json
 //! ```
 //!
 //! [`ft_engine::walk::generate`] holds the KV cache and the loop over tokens.

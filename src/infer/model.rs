@@ -4,13 +4,14 @@ use super::base::refuse_scores;
 use super::files::{check_memory, no_tokenizer};
 use super::follow::{self, FollowedRun, Follower};
 use super::run_folder::is_run;
+use super::sampling::GenerationConfig;
 use super::{ContextLimit, LoadOptions, ModelFiles, Prompter, device};
 use candle_core::Device;
 use ft_base::terminal::tell;
 use ft_data::PromptFormat;
 use ft_engine::model::Decoder;
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Model and adapter to serve, and how to load them.
 pub struct ModelOptions<'a> {
@@ -32,10 +33,8 @@ pub struct Model {
     pub prompt: Prompter,
     /// Most tokens of a document.
     pub context: ContextLimit,
-    /// Folder of the model.
-    pub dir: PathBuf,
-    /// Owner of temporary files in `dir`.
-    pub files: Option<ModelFiles>,
+    /// The model's own sampling settings.
+    pub generation: GenerationConfig,
 }
 
 /// A copy of the model on one device.
@@ -63,6 +62,7 @@ impl Model {
         refuse_scores(&job.config)?;
         let context = check_memory(job.inference_model(), devices)?;
         let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(&job.model))?;
+        let generation = GenerationConfig::read(&job.model.dir)?;
         let (mut replicas, mut has_checkpoint) = (Vec::new(), false);
         for device in devices {
             let (decoder, params) = job.on(device.clone()).load(false)?;
@@ -79,19 +79,21 @@ impl Model {
         variables.extend(options.variables);
         let form = if options.chat_template.is_some() { PromptFormat::Chat } else { trained.form };
         let prompt = Prompter { tokenizer, form, variables };
-        Ok(Self { replicas, prompt, context, dir: job.model.dir, files: None })
+        Ok(Self { replicas, prompt, context, generation })
     }
 
     fn fixed(options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
+        // removed at the end, with a converted checkpoint: a server whose replica hangs runs no destructors
         let files = ModelFiles::open(options.model, options.adapter)?;
         let trained = files.trained.as_ref().filter(|_| options.chat_template.is_none());
         let form = trained.map_or(PromptFormat::Chat, |t| t.form);
         let prompt = files.prompt_format(form, options.chat_template, options.variables)?;
+        let generation = GenerationConfig::read(&files.model.dir)?;
         let replica =
             |(decoder, device): (_, &Device)| Replica { decoder, device: device.clone(), run: None };
         let (decoders, context) = files.load(options.load, devices)?;
         let replicas = decoders.into_iter().zip(devices).map(replica).collect();
-        Ok(Self { replicas, prompt, context, dir: files.model.dir.clone(), files: Some(files) })
+        Ok(Self { replicas, prompt, context, generation })
     }
 }
 

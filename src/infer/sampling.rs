@@ -5,7 +5,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use candle_transformers::utils::apply_repeat_penalty;
 use ft_base::store;
 use ft_kernels::Real;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::path::Path;
 
 /// Temperatures below this sample greedily: dividing by them would overflow f32.
@@ -21,6 +21,47 @@ pub struct SamplingOptions {
     pub seed: u64,
 }
 
+/// File of a model's own settings.
+const FILE: &str = "generation_config.json";
+
+/// A model's own settings, of its `generation_config.json`. Temperature, top-p and top-k are `None` unless it has
+/// `do_sample`.
+#[derive(Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<usize>,
+    repetition_penalty: Option<f32>,
+}
+
+impl GenerationConfig {
+    /// Reads the file in a model folder; without it, the model has no settings.
+    ///
+    /// # Errors
+    /// An unreadable file; settings out of range.
+    pub fn read(dir: &Path) -> ft_base::Result<Self> {
+        let fail = |message: String| ft_data::Error::Tokenizer { path: dir.join(FILE), message };
+        let Some(bytes) = store::read_if_there(dir, FILE, store::LARGEST)? else {
+            return Ok(Self::default());
+        };
+        let file: Value = serde_json::from_slice(&bytes).map_err(|e| fail(format!("not JSON: {e}")))?;
+        let repetition_penalty = penalty(&file["repetition_penalty"]);
+        if repetition_penalty.is_none() && file["repetition_penalty"].is_number() {
+            return Err(fail("repetition_penalty is not above 0".into()).into());
+        }
+        if file["do_sample"] != true {
+            return Ok(Self { repetition_penalty, ..Self::default() });
+        }
+        let (temperature, top_p) = (file["temperature"].as_f64().or(Some(1.0)), file["top_p"].as_f64());
+        if !in_range(temperature, top_p) {
+            let why = "temperature is not 0 or more, or top_p not above 0 and at most 1";
+            return Err(fail(why.into()).into());
+        }
+        let top_k = file["top_k"].as_u64().and_then(|k| usize::try_from(k).ok());
+        Ok(Self { temperature, top_p, top_k, repetition_penalty })
+    }
+}
+
 /// Whether settings are in range: temperature at least 0, top-p in (0, 1].
 fn in_range(temperature: Option<f64>, top_p: Option<f64>) -> bool {
     temperature.is_none_or(|t| t >= 0.0 && t.is_finite()) && top_p.is_none_or(|p| p > 0.0 && p <= 1.0)
@@ -28,7 +69,11 @@ fn in_range(temperature: Option<f64>, top_p: Option<f64>) -> bool {
 
 /// A repetition penalty; `None` unless above 0.
 pub fn penalty(value: &Value) -> Option<f32> {
-    value.as_f64().map(|x| x as f32).filter(|x| *x > 0.0 && x.is_finite())
+    value.as_f64().map(|x| x as f32).filter(|x| is_penalty(*x))
+}
+
+fn is_penalty(x: f32) -> bool {
+    x > 0.0 && x.is_finite()
 }
 
 impl SamplingOptions {
@@ -36,38 +81,27 @@ impl SamplingOptions {
     ///
     /// # Errors
     /// As [`Self::sampling`].
-    pub fn sampler(&self, dir: &Path) -> ft_base::Result<Sampler> {
-        let (sampling, penalty) = self.sampling(dir)?;
+    pub fn sampler(&self, model: &GenerationConfig) -> ft_base::Result<Sampler> {
+        let (sampling, penalty) = self.sampling(model)?;
         Ok(Sampler::new(self.seed, sampling, penalty))
     }
 
-    /// The way to sample, and the repetition penalty. `generation_config.json` in the model folder `dir` gives missing
-    /// settings: the penalty, and the others if it has `do_sample`. By default greedy, without a penalty.
+    /// The way to sample, and the repetition penalty. Missing settings are the model's own. By default greedy, without
+    /// a penalty; with top-p or top-k alone, at temperature 1.
     ///
     /// # Errors
     /// Settings out of range.
-    pub fn sampling(&self, dir: &Path) -> ft_base::Result<(Sampling, f32)> {
-        let name = "generation_config.json";
-        let bytes = store::read_inside(dir, name, store::LARGEST).unwrap_or_default();
-        let file = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-        let own = if file["do_sample"] == json!(true) { &file } else { &Value::Null };
-        let default_temperature = if own.is_null() { 0.0 } else { 1.0 };
-        let (own_temperature, own_p) = (own["temperature"].as_f64(), own["top_p"].as_f64());
-        let own_penalty = penalty(&file["repetition_penalty"]);
+    pub fn sampling(&self, model: &GenerationConfig) -> ft_base::Result<(Sampling, f32)> {
         if !in_range(self.temperature, self.top_p) {
             return Err(usage("--temperature is 0 or more, --top-p above 0 and at most 1"));
         }
-        let fail =
-            |message: &str| ft_data::Error::Tokenizer { path: dir.join(name), message: message.into() };
-        if !in_range(own_temperature, own_p) {
-            return Err(fail("temperature is not 0 or more, or top_p not above 0 and at most 1").into());
+        if self.repetition_penalty.is_some_and(|x| !is_penalty(x)) {
+            return Err(usage("--repetition-penalty is above 0"));
         }
-        if own_penalty.is_none() && file["repetition_penalty"].is_number() {
-            return Err(fail("repetition_penalty is not above 0").into());
-        }
-        let temperature = self.temperature.or(own_temperature).unwrap_or(default_temperature);
-        let p = self.top_p.or(own_p).filter(|p| *p < 1.0);
-        let k = self.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
+        let p = self.top_p.or(model.top_p).filter(|p| *p < 1.0);
+        let k = self.top_k.or(model.top_k).filter(|k| *k > 0);
+        let default_temperature = if k.is_some() || p.is_some() { 1.0 } else { 0.0 };
+        let temperature = self.temperature.or(model.temperature).unwrap_or(default_temperature);
         let sampling = match (temperature, k, p) {
             (..MIN_TEMPERATURE, _, _) => Sampling::ArgMax,
             (temperature, None, None) => Sampling::All { temperature },
@@ -75,7 +109,7 @@ impl SamplingOptions {
             (temperature, None, Some(p)) => Sampling::TopP { p, temperature },
             (temperature, Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
         };
-        Ok((sampling, self.repetition_penalty.or(own_penalty).unwrap_or(1.0)))
+        Ok((sampling, self.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0)))
     }
 }
 
@@ -110,28 +144,78 @@ impl Sampler {
 mod tests {
     use super::*;
 
+    const NONE: SamplingOptions =
+        SamplingOptions { temperature: None, top_p: None, top_k: None, repetition_penalty: None, seed: 0 };
+
+    fn of_file(text: &str) -> ft_base::Result<GenerationConfig> {
+        let dir = tempfile::tempdir().expect("a folder");
+        std::fs::write(dir.path().join(FILE), text).expect("written");
+        GenerationConfig::read(dir.path())
+    }
+
+    #[test]
+    fn a_broken_generation_config_is_named_and_a_missing_one_is_none() -> anyhow::Result<()> {
+        assert_eq!(GenerationConfig::read(tempfile::tempdir()?.path())?, GenerationConfig::default());
+        for (text, why) in [
+            ("{", "not JSON"),
+            ("{\"do_sample\": true, \"temperature\": -1}", "temperature is not 0 or more"),
+            ("{\"do_sample\": true, \"top_p\": 0}", "top_p not above 0"),
+            ("{\"repetition_penalty\": 0}", "repetition_penalty is not above 0"),
+        ] {
+            let error = of_file(text).expect_err(text).to_string();
+            assert!(error.contains(FILE) && error.contains(why), "{error}");
+        }
+        Ok(())
+    }
+
     /// The file's penalty holds for greedy sampling too, unless another one is given.
     #[test]
     fn a_repetition_penalty_is_read_from_the_model() -> anyhow::Result<()> {
-        let dir = tempfile::tempdir()?;
-        let options = |repetition_penalty| SamplingOptions {
-            temperature: None,
-            top_p: None,
-            top_k: None,
-            repetition_penalty,
-            seed: 0,
-        };
-        let penalty = |given| options(given).sampling(dir.path()).map(|(_, penalty)| penalty);
-        assert_eq!(penalty(None)?, 1.0);
-        let write = |text: &str| std::fs::write(dir.path().join("generation_config.json"), text);
-        write("{\"repetition_penalty\": 1.5}")?;
-        assert_eq!((penalty(None)?, penalty(Some(1.0))?), (1.5, 1.0));
+        let options = |repetition_penalty| SamplingOptions { repetition_penalty, ..NONE };
+        let model = of_file("{\"repetition_penalty\": 1.5}")?;
+        let penalty = |given, model: &_| options(given).sampling(model).map(|(_, penalty)| penalty);
+        assert_eq!(penalty(None, &GenerationConfig::default())?, 1.0);
+        assert_eq!((penalty(None, &model)?, penalty(Some(1.0), &model)?), (1.5, 1.0));
+        assert!(penalty(Some(0.0), &model).is_err_and(|e| e.to_string().contains("--repetition-penalty")));
         // 3 / 1.5 is below 2.5
         let logits = Real::new(&[3f32, 2.5], &candle_core::Device::Cpu)?;
-        let mut sampler = options(None).sampler(dir.path())?;
+        let mut sampler = options(None).sampler(&model)?;
         assert_eq!(sampler.draw(&logits, &mut vec![0])?, 1);
-        write("{\"repetition_penalty\": 0}")?;
-        assert!(penalty(None).is_err_and(|e| e.to_string().contains("repetition_penalty is not above 0")));
+        Ok(())
+    }
+
+    /// Greedy sampling would ignore top-p and top-k.
+    #[test]
+    fn top_p_or_top_k_alone_sample_at_temperature_1() -> anyhow::Result<()> {
+        let greedy = of_file("{\"do_sample\": false, \"temperature\": 0.5, \"top_k\": 9}")?;
+        let warm = of_file("{\"do_sample\": true, \"temperature\": 0.5}")?;
+        let temperature = 1.0;
+        for (options, of_greedy, of_warm) in [
+            (NONE, Sampling::ArgMax, Sampling::All { temperature: 0.5 }),
+            (
+                SamplingOptions { top_p: Some(1.0), top_k: Some(0), ..NONE },
+                Sampling::ArgMax,
+                Sampling::All { temperature: 0.5 },
+            ),
+            (
+                SamplingOptions { top_p: Some(0.9), ..NONE },
+                Sampling::TopP { p: 0.9, temperature },
+                Sampling::TopP { p: 0.9, temperature: 0.5 },
+            ),
+            (
+                SamplingOptions { top_k: Some(4), ..NONE },
+                Sampling::TopK { k: 4, temperature },
+                Sampling::TopK { k: 4, temperature: 0.5 },
+            ),
+            (
+                SamplingOptions { top_k: Some(4), temperature: Some(0.0), ..NONE },
+                Sampling::ArgMax,
+                Sampling::ArgMax,
+            ),
+        ] {
+            assert_eq!(options.sampling(&greedy)?.0, of_greedy);
+            assert_eq!(options.sampling(&warm)?.0, of_warm);
+        }
         Ok(())
     }
 }

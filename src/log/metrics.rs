@@ -3,8 +3,8 @@
 //! Users and other programs may edit the file. Unreadable lines are dropped with a warning, and a file
 //! removed or replaced during the run is detected at the next event.
 
+use super::logger::Logger;
 use super::observer::Observer;
-use super::sink::Sink;
 use super::table::Table;
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -27,7 +27,7 @@ pub struct Metrics {
     /// Kinds of the events at the step the run resumes from.
     kept: Vec<String>,
     /// Receivers of the same events.
-    sinks: Vec<Box<dyn Sink>>,
+    loggers: Vec<Box<dyn Logger>>,
     observer: Option<Observer>,
     /// True once the observer has ended the run.
     ended: bool,
@@ -60,7 +60,8 @@ impl Metrics {
         }
         store::write_atomic(path, &text)?;
         let (path, file) = (path.to_path_buf(), store::append(path)?);
-        let mut metrics = Self { path, file, len: 0, kept, sinks: Vec::new(), observer: None, ended: false };
+        let mut metrics =
+            Self { path, file, len: 0, kept, loggers: Vec::new(), observer: None, ended: false };
         metrics.len = metrics.size()?;
         Ok(metrics)
     }
@@ -71,8 +72,8 @@ impl Metrics {
     }
 
     /// Sends later events to another place too.
-    pub fn add(&mut self, sink: impl Sink + 'static) {
-        self.sinks.push(Box::new(sink));
+    pub fn add(&mut self, logger: impl Logger + 'static) {
+        self.loggers.push(Box::new(logger));
     }
 
     /// Shows later events to an observer.
@@ -105,7 +106,7 @@ impl Metrics {
             .write_all(line.as_bytes())
             .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
         self.len += line.len() as u64;
-        self.sinks.iter_mut().try_for_each(|sink| sink.write(event))?;
+        self.loggers.iter_mut().try_for_each(|logger| logger.write(event))?;
         self.ended |= self.observer.as_ref().is_some_and(|o| o.see(event).is_break());
         Ok(())
     }
@@ -212,7 +213,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn resuming_takes_out_what_will_be_done_again() -> anyhow::Result<()> {
+    fn resuming_removes_later_steps_from_the_metrics() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("metrics.jsonl");
         let mut m = Metrics::open(&path, None)?;
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_left_out() -> anyhow::Result<()> {
+    fn unreadable_lines_of_metrics_are_left_out() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("metrics.jsonl");
         let good = b"{\"event\":\"step\",\"step\":1,\"loss\":2.5000}\n".to_vec();

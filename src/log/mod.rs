@@ -2,18 +2,18 @@
 //!
 //! ```text
 //! metrics       metrics.jsonl, the source of all others
-//! sink          what receives its events, and their numbers
+//! logger        what receives its events, and their numbers
 //!   table         metrics.csv
 //!   tensorboard   event files
 //!   mlflow        a tracking server
 //! observer      a function of the program that trains
 //! ```
 
+mod logger;
 mod metrics;
 #[cfg(feature = "hub")]
 mod mlflow;
 mod observer;
-mod sink;
 mod table;
 mod tensorboard;
 

@@ -1,6 +1,6 @@
 //! `metrics.csv`: training steps and evaluations as a table, for spreadsheets and data frames.
 
-use super::sink::Sink;
+use super::logger::Logger;
 use ft_base::store;
 use serde_json::Value;
 use std::fs::File;
@@ -62,7 +62,7 @@ impl Table {
     }
 }
 
-impl Sink for Table {
+impl Logger for Table {
     /// Appends an event, if it is a step or an evaluation.
     fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let Some(row) = row(event) else { return Ok(()) };

@@ -4,7 +4,7 @@
 //! per record. A resumed run starts a new file, which begins with a session start at the first repeated
 //! step: TensorBoard then drops later events of earlier files.
 
-use super::sink::{Sink, scalars};
+use super::logger::{Logger, scalars};
 use ft_base::store;
 use prost::Message;
 use serde_json::Value;
@@ -141,7 +141,7 @@ impl TensorBoard {
     }
 }
 
-impl Sink for TensorBoard {
+impl Logger for TensorBoard {
     /// Writes the scalars and samples of an event.
     fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let value = entries(event);

@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_stay_private() -> anyhow::Result<()> {
+    fn the_recipe_of_a_card_has_no_paths() -> anyhow::Result<()> {
         let text = "task = \"dpo\"\n[model]\nsource = \"/private/base\"\n[lora]\ninit = \"/private/adapter\"\n\
                     [preference]\nreference = \"/private/reference\"\n[data]\npack = false\n\
                     train = [{ source = \"/private/pairs.jsonl\", format = \"preference\" }]\n\

@@ -4,13 +4,13 @@ use super::job::{device, model};
 use crate::train::Error;
 use ft_base::terminal::tell;
 use ft_data::hub::{Settings, Want};
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_kernels::cuda;
 use ft_plan::links::Network;
 use ft_plan::{Devices, Target};
 use ft_recipe::Recipe;
 
-const CHOSEN: At = At::all("the choice of a layout");
+const CHOSEN: CollectiveId = CollectiveId::all("the choice of a layout");
 
 /// Replaces `parallel = "auto"` by the fastest planned layout over `ranks` devices, or without a number over the CUDA
 /// devices of this machine, and says which. Any other recipe stays as it is.

@@ -2,7 +2,7 @@
 
 use crate::report::CARD;
 use ft_engine::adapters::Selection;
-use ft_engine::files::COMPANIONS;
+use ft_engine::files::{MODEL_FILES, TOKENIZER_FILES};
 use std::path::{Path, PathBuf};
 
 /// Folder of the checkpoints in a run folder.
@@ -23,7 +23,7 @@ pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
     let own = ["config.json", ft_engine::load::CACHE_MARKER, CARD];
-    weights || own.contains(&name) || is_among(COMPANIONS, name)
+    weights || own.contains(&name) || is_among(MODEL_FILES, name) || is_among(TOKENIZER_FILES, name)
 }
 
 /// Whether a name is of one of the files, or of a subfolder with one.
@@ -31,16 +31,11 @@ fn is_among(files: &[&str], name: &str) -> bool {
     files.iter().any(|file| *file == name || name.ends_with('/') && file.starts_with(name))
 }
 
-/// Files of the tokenizer.
-pub fn tokenizer_files() -> &'static [&'static str] {
-    &COMPANIONS[5..]
-}
-
 /// Returns true for names of files that `ft` writes to an adapter folder, except the record of the prompt
 /// format, and of subfolders, which end in `/`.
 pub fn is_of_adapter(name: &str) -> bool {
     ["adapter_config.json", "adapter_model.safetensors", CARD].contains(&name)
-        || is_among(tokenizer_files(), name)
+        || is_among(TOKENIZER_FILES, name)
 }
 
 #[cfg(test)]
@@ -53,6 +48,7 @@ mod tests {
         for is_ours in [is_of_model, is_of_adapter] {
             assert!(is_ours(ft_data::TOOL_USE) && is_ours("additional_chat_templates/"));
             assert!(!is_ours("additional_chat_templates") && !is_ours("notes/") && !is_ours("/"));
+            assert!(!is_ours("additional_chat_templates/mine.jinja"));
         }
     }
 }

@@ -304,7 +304,7 @@ fn judge(met: Vec<Met>, damage: Option<Damage>) -> Result<(), String> {
     let right = thread::scope(|s| {
         let exchange = |(rank, _): (Processes, Neighbors)| {
             let one: &dyn Comm = &rank;
-            let numbers = one.all_gather_object(ft::ranks::At::all("a case"), &one.rank());
+            let numbers = one.all_gather_object(ft::ranks::CollectiveId::all("a case"), &one.rank());
             let right = numbers.is_ok_and(|numbers| numbers.into_iter().eq(0..rank.world()));
             rank.leave();
             right

@@ -4,7 +4,7 @@ use super::split::{self, ADAPTERS, CUT, LATE, MIXTURE, all, apart, ends, launch,
 use super::world::{FULL, LORA, Ran, World, few, nightly, ran};
 use candle_core::{DType, Device, Tensor};
 use ft::kernel::cuda;
-use ft::ranks::{self, At, Comm};
+use ft::ranks::{self, CollectiveId, Comm};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -334,7 +334,7 @@ fn each(world: usize, timeout: Duration, f: &Does<'_>) -> Vec<ft::Result<Vec<f32
 }
 
 const N: usize = 1003;
-const SUM: At = At::unit("a test", 3);
+const SUM: CollectiveId = CollectiveId::unit("a test", 3);
 
 /// Values of a rank with very different magnitudes, so that the order of a sum matters.
 fn part(rank: usize) -> Vec<f32> {

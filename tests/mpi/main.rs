@@ -135,7 +135,7 @@ fn a_run_goes_on_with_threads_and_back() {
 
 /// An error on one rank ends all ranks with the same exit code, and is printed once.
 #[test]
-fn what_is_wrong_on_one_rank_ends_all() {
+fn an_error_on_one_rank_ends_all() {
     let w = split::world(FULL);
     let said = |r: &Ran, code: i32, words: &str| {
         assert_eq!((r.code, r.err.matches("error: ").count()), (code, 1), "{}", r.err);
@@ -248,7 +248,7 @@ fn a_lost_rank_ends_all() {
 /// is resumed with different numbers of ranks, ZeRO stages, and processes or threads. `FT_KILLS` sets
 /// the number of kills.
 #[test]
-fn killed_at_any_moment_it_ends_the_same() {
+fn a_run_killed_at_any_moment_ends_the_same() {
     let w = split::world(FULL);
     let longer = ["run.epochs=4", "run.save_every=1", "parallel.timeout=30"];
     let ranks = |round: usize| match round % 4 {

@@ -110,7 +110,7 @@ impl Failure for candle_core::Error {
 
 /// A position in a text file, shown as `recipe.toml:12:5`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Place {
+pub struct Location {
     /// Path of the file, or another name of the source ("command line").
     pub file: String,
     /// Line, 1-based; 0 if unknown.
@@ -119,7 +119,7 @@ pub struct Place {
     pub column: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.line, self.column) {
             (0, _) => f.write_str(&self.file),

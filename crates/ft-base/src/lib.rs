@@ -18,7 +18,7 @@ pub mod rng;
 pub mod store;
 pub mod terminal;
 
-pub use error::{Error, ExitCode, Failure, Place, Result};
+pub use error::{Error, ExitCode, Failure, Location, Result};
 
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]

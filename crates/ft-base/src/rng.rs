@@ -172,7 +172,7 @@ mod tests {
 
     /// Known-answer vectors for philox4x32-10, from Random123.
     #[test]
-    fn known_answers() {
+    fn philox_has_the_known_answers_of_random123() {
         assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             philox4x32([u32::MAX; 4], [u32::MAX; 2]),
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_are_those_one_by_one() {
+    fn numbers_drawn_together_are_those_drawn_one_by_one() {
         let s = Stream::new(5, Purpose::Test, 3, 1);
         for (start, count) in [(0, 0), (0, 9), (3, 1), (5, 2), (7, 30), (u64::from(u32::MAX) * 4 - 1, 6)] {
             let mut all = vec![f32::NAN; count];
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn moments() {
+    fn normal_and_uniform_numbers_have_their_moments() {
         let s = Stream::new(1, Purpose::Test, 0, 0);
         let n = 40_000u64;
         let mean = (0..n).map(|i| f64::from(s.normal(i))).sum::<f64>() / n as f64;

@@ -1,6 +1,6 @@
 //! Errors of the data pipeline.
 
-use ft_base::error::{ExitCode, Failure, Place};
+use ft_base::error::{ExitCode, Failure, Location};
 use std::path::{Path, PathBuf};
 
 /// Errors of data files, tokenizers and chat templates.
@@ -13,7 +13,7 @@ pub enum Error {
     #[error("{place}: {message}")]
     Recipe {
         /// Place of the source in the recipe.
-        place: Place,
+        place: Location,
         /// The problem and a remedy.
         message: String,
     },
@@ -47,7 +47,7 @@ pub enum Error {
     #[error("{}", bad_row(place, problem, more))]
     Row {
         /// File, line, and byte column if known.
-        place: Place,
+        place: Location,
         /// The problem.
         problem: Problem,
         /// Places of further rows.
@@ -57,7 +57,7 @@ pub enum Error {
     #[error("{place}: {message}")]
     File {
         /// File and line.
-        place: Place,
+        place: Location,
         /// The problem and a remedy.
         message: String,
     },
@@ -138,21 +138,21 @@ pub struct Others {
     /// Number of rows.
     count: usize,
     /// The first places.
-    places: Vec<Place>,
+    places: Vec<Location>,
 }
 
 /// Places of further rows in an error message.
 const PLACES: usize = 4;
 
 /// The message of a bad row: its problem, further rows, and the key that leaves bad rows out.
-fn bad_row(place: &Place, problem: &Problem, more: &Others) -> String {
+fn bad_row(place: &Location, problem: &Problem, more: &Others) -> String {
     let text = problem.to_string();
     let (what, hints) =
         text.split_once('\n').map_or((text.as_str(), None), |(what, hints)| (what, Some(hints)));
     let mut out = format!("{place}: {what}");
     if more.count > 0 {
         let rows = if more.count == 1 { "1 more row".into() } else { format!("{} more rows", more.count) };
-        let places: Vec<String> = more.places.iter().map(Place::to_string).collect();
+        let places: Vec<String> = more.places.iter().map(Location::to_string).collect();
         let and = if more.count > places.len() { ", ..." } else { "" };
         out += &format!("\n  and {rows} like it: {}{and}", places.join(", "));
     }

@@ -11,8 +11,8 @@
 //! tensors with memory and arithmetic recorded by a [`ledger`]. Compositions support ghosts without further
 //! code; kernels record their cost explicitly (see [`cpu::ghosts`]).
 //!
-//! All `unsafe` code of the workspace is in this crate, apart from the allocator and the names of system libraries in
-//! ft-base (`memory`, `names.rs`).
+//! All `unsafe` code of the workspace is in this crate, apart from ft-base's allocator with its pool of pages
+//! (`memory`) and its call of glibc for lookups of host and user names (`names.rs`).
 
 #![cfg_attr(
     test,

@@ -11,7 +11,7 @@ use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained};
 use ft_engine::model::Config;
 use ft_engine::model::modules::Module;
-use ft_engine::model::units::cut;
+use ft_engine::model::units::partition;
 use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
 use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
@@ -301,7 +301,7 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 /// More stages than layers; `parallel.stages` of another number of layers.
 fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (p, layers) = (&recipe.parallel, config.layers);
-    if cut(config, p.pipeline, &p.stages).is_some() {
+    if partition(config, p.pipeline, &p.stages).is_some() {
         return Ok(());
     }
     Err(Error::Ignored(match p.stages.iter().sum::<usize>() {
@@ -390,17 +390,16 @@ pub fn selection(
     Ok(selection)
 }
 
-/// A warning if transformers adds the load-balancing loss to that of this model, and the recipe does not.
+/// A warning if transformers adds the load-balancing loss to that of this model, and the recipe says nothing of it.
 fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
     const SWITCH: &str = "output_router_logits";
     let is_on = config.key(SWITCH).and_then(Value::as_bool) == Some(true);
-    let takes_it = config.moe.is_some() && !config.family.is_beside() && config.scores.is_none();
-    let coefficient = config.key("router_aux_loss_coef").and_then(Value::as_f64).unwrap_or(0.001);
-    let is_told = is_on && takes_it && coefficient != 0.0 && recipe.router.aux_loss == 0.0;
+    let coefficient = config.balancing_loss().filter(|c| *c != 0.0)?;
+    let is_told = is_on && !recipe.has_key("router.aux_loss");
     is_told.then(|| format!(
         "{}: config.json of the model has {SWITCH} = true: transformers adds the load-balancing loss times \
-         {coefficient} in training, and router.aux_loss = 0 does not\n  hint: router.aux_loss = {coefficient}, or \
-         {SWITCH} = false in model.override",
+         {coefficient} in training, and router.aux_loss is 0 by default\n  hint: router.aux_loss = {coefficient}, or 0 \
+         to train without",
         recipe.place("router.aux_loss")
     ))
 }
@@ -420,22 +419,25 @@ mod tests {
 
     #[test]
     fn a_balancing_loss_of_the_config_alone_is_told() -> anyhow::Result<()> {
-        let note = |family: &str, switch: bool, aux: &str| -> anyhow::Result<Option<String>> {
+        let note = |family: &str, switch: bool, router: &str| -> anyhow::Result<Option<String>> {
             let raw = json!({"model_type": family, "num_hidden_layers": 1, "output_router_logits": switch,
                 "router_aux_loss_coef": 0.02});
             let config = Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())?;
             let text = format!(
-                "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"attention\"]\n[router]\naux_loss = {aux}\n[data]\n\
+                "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"attention\"]\n[router]\n{router}\n[data]\n\
                  train = [{{ source = \"x\", format = \"text\" }}]\n"
             );
             Ok(balancing_note(&Recipe::parse(&text, "r.toml", &[])?, &config))
         };
-        let told = note("qwen3_moe", true, "0.0")?;
+        let told = note("qwen3_moe", true, "")?;
         assert!(told.as_ref().is_some_and(|n| n.contains("router.aux_loss = 0.02")), "{told:?}");
-        for (family, switch, aux) in
-            [("qwen3_moe", false, "0.0"), ("qwen3_moe", true, "0.01"), ("qwen3", true, "0.0")]
-        {
-            assert_eq!(note(family, switch, aux)?, None, "{family} {switch} {aux}");
+        for (family, switch, router) in [
+            ("qwen3_moe", false, ""),
+            ("qwen3_moe", true, "aux_loss = 0.01"),
+            ("qwen3_moe", true, "aux_loss = 0"),
+            ("qwen3", true, ""),
+        ] {
+            assert_eq!(note(family, switch, router)?, None, "{family} {switch} {router}");
         }
         Ok(())
     }

@@ -74,7 +74,7 @@ fn stages_divide_states_then_gradients_then_weights() -> anyhow::Result<()> {
 /// A tied head trains with the embedding, counted once; frozen layers below the lowest trained one save
 /// no activations.
 #[test]
-fn what_is_not_walked_is_not_kept() -> anyhow::Result<()> {
+fn layers_below_the_lowest_trained_one_save_no_activations() -> anyhow::Result<()> {
     let top = rule(LORA, "layers = \"-4:\"");
     let p = plan("Qwen/Qwen3-0.6B", &top, &["memory.recompute=none"], false)?;
     assert_eq!((p.walked, p.layers), (4, 28));
@@ -180,7 +180,7 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
 /// The chosen recompute levels are the fastest fitting mix of two levels at any row length; with long
 /// rows attention is saved before the feed-forward.
 #[test]
-fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
+fn the_mix_of_recompute_levels_is_the_fastest_that_fits() -> anyhow::Result<()> {
     let mut kept = Vec::new();
     for length in [256, 32_768] {
         let set = [format!("data.max_length={length}"), "run.batch_rows=1".into()];
@@ -275,7 +275,7 @@ fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
 
 /// Every choice equals the best of an exhaustive search, and fixed settings are kept.
 #[test]
-fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
+fn choices_are_those_of_an_exhaustive_search() -> anyhow::Result<()> {
     let nf4 = "model.quantize=nf4";
     let at = |set: &[&str], budget: Option<u64>, cuda: bool| -> anyhow::Result<Plan> {
         Ok(Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), set, cuda)?.at(budget))
@@ -343,7 +343,7 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
 /// On CUDA 1/25 of the budget stays free if possible. If only the smallest plan fits, it is taken, and
 /// the plan reports the free rest.
 #[test]
-fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
+fn a_share_of_the_gpu_budget_stays_free() -> anyhow::Result<()> {
     let sweep = Sweep::new("Qwen/Qwen3-8B", &rule(LORA, ""), &["run.micro_rows=4"], true)?;
     let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
     let mut chosen = 0;
@@ -380,7 +380,7 @@ fn answers_to_samples_are_planned() -> anyhow::Result<()> {
 
 /// Stages keep the inputs of recomputed layers on the device.
 #[test]
-fn stages_say_why_inputs_stay() -> anyhow::Result<()> {
+fn stages_keep_inputs_on_the_device() -> anyhow::Result<()> {
     let set = ["parallel.pipeline=2", "memory.budget=60GiB", "memory.host_budget=64GiB"];
     let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &set, true)?;
     assert_eq!(p.reasons.inputs, "with parallel.pipeline they stay on the device");
@@ -389,7 +389,7 @@ fn stages_say_why_inputs_stay() -> anyhow::Result<()> {
 
 /// AdamW on CUDA works in pieces: the temporaries do not grow with the model.
 #[test]
-fn the_optimizer_takes_little_beside_its_states() -> anyhow::Result<()> {
+fn temporaries_of_the_optimizer_do_not_grow_with_the_model() -> anyhow::Result<()> {
     let p = plan("Qwen/Qwen3-8B", &full(), &[], true)?;
     use Component::*;
     let states: u64 =
@@ -436,7 +436,7 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
 
 /// Every change of a hint fits, with the planned bytes, when it is made.
 #[test]
-fn hints_do_what_they_say() -> anyhow::Result<()> {
+fn changes_of_hints_fit_with_the_planned_bytes() -> anyhow::Result<()> {
     let full = full();
     for (source, rules, base, cuda) in [
         ("Qwen/Qwen3-0.6B", &full, &["run.device=cpu", "memory.budget=7GiB", "run.micro_rows=4"][..], false),

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn launchers_are_understood() {
+    fn ranks_are_read_from_the_variables_of_launchers() {
         let torch = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=29500";
         assert_eq!(of(torch, false), at(3, 4, Some(1), "h", 29_500));
         let local = |here| of(&format!("{torch} LOCAL_WORLD_SIZE={here}"), false);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_cannot_be_are_refused() {
+    fn impossible_ranks_are_refused() {
         let step = "SLURM_STEP_NODELIST=n1";
         for (rank, world, beside) in [
             ("RANK", "WORLD_SIZE", ""),

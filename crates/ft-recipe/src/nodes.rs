@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_cannot_be_are_refused() {
+    fn impossible_numbers_of_processes_are_refused() {
         let one = "NODE_RANK=0 MASTER_ADDR=h";
         for (set, text, key, says) in [
             (

@@ -39,7 +39,7 @@ fn message(overrides: &[&str]) -> String {
 
 /// All defaults, by name.
 #[test]
-fn defaults() {
+fn a_minimal_recipe_gets_all_defaults() {
     let keys = ok(&[]).math_keys();
     let all = ok(&[]);
     assert_eq!(all.name, "small");
@@ -53,7 +53,7 @@ fn defaults() {
 /// Every broken recipe is rejected, and every problem has line and column. The rendered problems are a
 /// snapshot.
 #[test]
-fn broken_recipes() {
+fn broken_recipes_are_refused_with_line_and_column() {
     let folder =
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
     let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
@@ -134,7 +134,7 @@ fn shipped_recipes_are_good_and_all_listed() {
 }
 
 #[test]
-fn the_command_line_wins() {
+fn overrides_win_over_the_file() {
     let r = ok(&[
         "run.seed=7",
         "train.0.rank=8",
@@ -176,7 +176,7 @@ fn epochs_on_the_command_line_win_over_steps_in_the_file() {
 }
 
 #[test]
-fn bad_overrides() {
+fn bad_overrides_are_refused() {
     let cases: &[&[&str]] = &[
         &["run.sed=1"],
         &["run.seed=x"],
@@ -208,7 +208,7 @@ fn bad_overrides() {
 
 /// Values that TOML takes for something else, and short forms.
 #[test]
-fn the_command_line_means_what_it_says() {
+fn overrides_have_the_type_of_their_key() {
     assert_eq!(ok(&["name=7"]).name, "7");
     assert_eq!(ok(&["name=2026-11-23"]).name, "2026-11-23");
     assert_eq!(ok(&["model.revision=1e5"]).model.revision, "1e5");
@@ -225,7 +225,7 @@ fn the_command_line_means_what_it_says() {
 fn keys_without_effect_are_told() {
     let told = |set: &str, facts: Facts| {
         let r = ok(&[set]);
-        r.idle(facts).iter().any(|w| w.starts_with("command line: ") && w.contains(" does nothing"))
+        r.warnings(facts).iter().any(|w| w.starts_with("command line: ") && w.contains(" does nothing"))
     };
     let cpu = Facts {
         cuda: Some(false),
@@ -253,15 +253,15 @@ fn keys_without_effect_are_told() {
         assert!(on_gpu || !told(set, Facts::default()), "{set}");
     }
     for used in ["optimizer.weight_decay=0.1", "parallel.zero=0", "run.steps=3", "memory.pin=true"] {
-        assert!(ok(&[used]).idle(cpu).is_empty(), "{used}");
+        assert!(ok(&[used]).warnings(cpu).is_empty(), "{used}");
     }
     let r = ok(&["memory.offload=['activations']", "memory.recompute=none"]);
-    assert!(r.idle(gpu)[0].contains("\"activations\" does nothing with memory.recompute"));
+    assert!(r.warnings(gpu)[0].contains("\"activations\" does nothing with memory.recompute"));
     let r = ok(&["train.0.method=full", "optimizer.master=f32"]);
-    assert_eq!((r.idle(cpu).len(), r.idle(gpu).len()), (1, 0));
+    assert_eq!((r.warnings(cpu).len(), r.warnings(gpu).len()), (1, 0));
     // answers to log.samples have a length of their own
     let r = ok(&["log.samples=['a']", "generate.max_new_tokens=9"]);
-    assert!(r.idle(cpu)[0].contains("generate.max_new_tokens does nothing"));
+    assert!(r.warnings(cpu)[0].contains("generate.max_new_tokens does nothing"));
 }
 
 /// Keys with an effect that other keys do not show.
@@ -303,6 +303,22 @@ fn fields_are_those_that_a_format_reads() {
         assert_eq!(r.data.train[0].fields[field], "mine");
     }
     assert!(message(&["data.train.0.fields={instruction='mine'}"]).contains("has no field instruction"));
+    let tools =
+        ["data.train.0.format=alpaca", "data.train.0.fields={tools='mine'}", "data.train.0.form=plain"];
+    assert!(message(&tools).contains("format \"alpaca\" in form \"plain\" has no field tools"));
+    for form in [&[][..], &["data.train.0.form=chat"]] {
+        ok(&[&tools[..2], form].concat());
+    }
+}
+
+/// A hint names a micro-batch within the bound of its key.
+#[test]
+fn hints_name_no_micro_batch_above_its_bound() {
+    let told = |rows: &str| message(&["optimizer.in_backward=true", "run.clip=0", rows]);
+    let small = told("run.batch_rows=65536");
+    assert!(small.contains("write run.micro_rows = 65536, or run.batch_rows = 1"), "{small}");
+    let large = told("run.batch_rows=65537");
+    assert!(large.contains("write run.batch_rows = 1") && !large.contains("= 65537, or"), "{large}");
 }
 
 /// Rules and sources have their positions in lists of any length.
@@ -318,7 +334,7 @@ fn entries_of_long_lists_have_positions() {
 
 #[cfg(not(feature = "mpi"))]
 #[test]
-fn plans_see_what_runs_refuse() {
+fn plans_accept_recipes_that_this_build_cannot_run() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("r.toml");
     std::fs::write(&path, format!("{SMALL}[parallel]\ncomm = \"mpi\"\n[memory]\nbudget = \"48GiB\"\n"))
@@ -351,7 +367,7 @@ fn colour_is_for_terminals_only() {
 
 /// Recipes of maximum size, in shapes on which a quadratic check would take too long.
 #[test]
-fn large_recipes_are_answered() {
+fn recipes_of_the_maximum_size_are_checked() {
     let n = LARGEST as usize;
     let many = |part: &str, count: usize| part.repeat(count);
     let shapes = [
@@ -371,7 +387,7 @@ fn large_recipes_are_answered() {
 }
 
 #[test]
-fn files() {
+fn a_recipe_file_is_read_and_its_paths_resolved() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("r.toml");
     let missing = Recipe::load(&path, &[]).unwrap_err().to_string();
@@ -392,7 +408,7 @@ fn files() {
 }
 
 #[test]
-fn layers_and_experts() {
+fn ranges_of_layers_and_experts_are_read() {
     let layers = |s: &str| ok(&[&format!("train.0.layers={s}")]).train[0].layers.clone();
     let within = |s: &str| match layers(s) {
         None => (0..8).collect::<Vec<_>>(),
@@ -414,7 +430,7 @@ fn layers_and_experts() {
 }
 
 #[test]
-fn sizes() {
+fn sizes_are_read_with_their_units() {
     for (text, bytes) in [
         ("48GiB", 48u64 << 30),
         ("1.5 MiB", 3 << 19),
@@ -468,7 +484,7 @@ fn the_schema_has_the_units_of_sizes() {
 }
 
 #[test]
-fn values_derived_from_the_optimizer() {
+fn derived_values_follow_from_the_optimizer() {
     let optimizer = |keys: &[&str]| ok(keys).optimizer;
     let keeps = |keys: &[&str]| {
         let optimizer = optimizer(&[&["train.0.method=full"], keys].concat());
@@ -494,7 +510,7 @@ fn regexes_match_whole_names() {
 }
 
 #[test]
-fn rules_take_what_they_do_not_say_from_lora() {
+fn rules_take_unset_keys_from_the_lora_table() {
     let text = SMALL.replace("[[train]]", "[lora]\nrank = 4\nalpha = 5\ndora = true\n[[train]]\nrank = 64");
     let spec = Recipe::parse(&text, "x", &[]).unwrap().train[0].spec();
     assert_eq!(spec, LoraSpec { rank: 64, alpha: 5.0, dropout: 0.0, rslora: false, dora: true });
@@ -506,7 +522,7 @@ fn rules_take_what_they_do_not_say_from_lora() {
 
 /// Table, writer, schema and checks agree on the set of keys, for a recipe with all of them.
 #[test]
-fn every_part_knows_the_same_keys() {
+fn table_writer_schema_and_checks_have_the_same_keys() {
     let mut table = BTreeSet::new();
     let mut defaults = 0;
     each_key(&mut |path, key| {
@@ -584,7 +600,7 @@ fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<Strin
 
 /// Numbers outside of the range of f32 are rejected with a position, since updates use f32.
 #[test]
-fn numbers_that_f32_does_not_hold() {
+fn numbers_outside_f32_are_refused() {
     for (set, key, says) in [
         ("optimizer.eps=1e-46", "optimizer.eps", "is 0 in f32"),
         ("optimizer.eps=1e39", "optimizer.eps", "is infinite in f32"),
@@ -618,7 +634,7 @@ fn schema_is_as_committed() {
 }
 
 #[test]
-fn mathematics() {
+fn math_keys_are_those_that_change_results() {
     let base = ok(&[]).math_keys();
     for same in [
         "name=x",

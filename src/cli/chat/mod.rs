@@ -3,7 +3,7 @@
 mod lines;
 
 use super::args::{LoadArgs, TemplateArgs, words};
-use crate::infer::sampling::{Sampler, SamplingOptions};
+use crate::infer::sampling::{GenerationConfig, Sampler, SamplingOptions};
 use crate::infer::{ContextLimit, ModelFiles, Prompter, device, usage};
 use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
@@ -54,7 +54,7 @@ pub struct Args {
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, clap::Args)]
 struct SamplingArgs {
-    /// Sampling temperature; 0 is greedy. Default: the model's own
+    /// Sampling temperature; 0 is greedy. Default: the model's own, else 0, or 1 with --top-p or --top-k
     #[arg(long, value_name = "X")]
     temperature: Option<f64>,
     /// Nucleus sampling: draw from the most likely tokens whose probabilities add up to P
@@ -63,6 +63,10 @@ struct SamplingArgs {
     /// Draw from the K most likely tokens
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
+    /// Penalty of tokens that have occurred in prompt or reply: divides positive logits, multiplies negative ones; 1
+    /// for none. Default: the model's own
+    #[arg(long, value_name = "X")]
+    repetition_penalty: Option<f32>,
     /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -84,9 +88,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             "{source}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
         )));
     }
-    let SamplingArgs { temperature, top_p, top_k, seed } = args.sampling;
-    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty: None, seed };
-    let mut sampler = options.sampler(&files.model.dir)?;
+    let SamplingArgs { temperature, top_p, top_k, repetition_penalty, seed } = args.sampling;
+    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed };
+    let mut sampler = options.sampler(&GenerationConfig::read(&files.model.dir)?)?;
     let (decoders, context) = files.load(args.load.options(), slice::from_ref(&device))?;
     // removes a converted checkpoint, which an end by Ctrl-C would leave
     drop(files);

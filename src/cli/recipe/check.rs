@@ -97,7 +97,7 @@ impl Check<'_> {
 
         self.model(&settings, &mut found);
         let facts = job::facts(recipe, compute, found.config.as_ref(), self.rows);
-        recipe.idle(facts).iter().for_each(|w| warn(w));
+        recipe.warnings(facts).iter().for_each(|w| warn(w));
         let Some(config) = &found.config else {
             self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
             self.sources();
@@ -110,7 +110,7 @@ impl Check<'_> {
         }
         let tokenizer = self.tokenizer(&settings, adapter.as_ref());
         if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
-            self.keep(selection.look_up(config, tokenizer.as_ref()));
+            self.keep(job::token_rows(selection, config, tokenizer.as_ref()));
         }
         if let Some(tokenizer) = &tokenizer {
             self.keep(job::samples(recipe, tokenizer.as_ref()));

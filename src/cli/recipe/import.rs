@@ -7,6 +7,7 @@ use ft_base::error::Error;
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, wrap};
 use ft_data::hub::{self, Settings};
+use ft_engine::model::Config;
 use ft_engine::model::modules::groups;
 use ft_plan::source;
 use ft_recipe::{Around, Fate, Imported, Line, Recipe, import};
@@ -76,6 +77,18 @@ fn write(args: &Args) -> ft_base::Result<PathBuf> {
 /// Files beside the configuration or in the current folder; models whose config is at hand.
 struct Beside<'a>(&'a Path);
 
+/// The config of a model, if it is at hand.
+fn config_of(model: &str) -> Option<Config> {
+    let model = toml::Value::from(model);
+    let text = format!(
+        "model.source = {model}\ntrain = [{{ modules = [\"mlp\"] }}]\ndata.train = [{{ source = \"x\" }}]"
+    );
+    let recipe = Recipe::parse(&text, "import.toml", &[]).ok()?;
+    let local = recipe.resolve(&recipe.model.source).join("config.json").exists();
+    let known = local || source::built_in(&recipe.model).ok()?.is_some();
+    Some(known.then(|| source::find(&recipe).ok())??.config)
+}
+
 impl Around for Beside<'_> {
     fn read(&self, path: &str) -> Option<String> {
         let paths = [self.0.join(path), PathBuf::from(path)];
@@ -84,20 +97,11 @@ impl Around for Beside<'_> {
     }
 
     fn groups(&self, model: &str) -> Option<Vec<String>> {
-        let model = toml::Value::from(model);
-        let text = format!(
-            "model.source = {model}\ntrain = [{{ modules = [\"mlp\"] }}]\ndata.train = [{{ source = \"x\" }}]"
-        );
-        let recipe = Recipe::parse(&text, "import.toml", &[]).ok()?;
-        let local = recipe.resolve(&recipe.model.source).join("config.json").exists();
-        let known = local || source::built_in(&recipe.model).ok()?.is_some();
-        let found = known.then(|| source::find(&recipe).ok())??;
-        Some(groups(&found.config).into_iter().map(|g| g.name().to_string()).collect())
+        Some(groups(&config_of(model)?).into_iter().map(|g| g.name().to_string()).collect())
     }
 
-    fn config(&self, model: &str) -> Option<String> {
-        let own = self.read(&format!("{model}/config.json"));
-        own.or_else(|| source::builtin(model).map(|(_, text)| text.to_string()))
+    fn router_loss(&self, model: &str) -> Option<f64> {
+        Some(config_of(model)?.balancing_loss().unwrap_or(0.0))
     }
 }
 
@@ -152,4 +156,23 @@ fn is_missing(e: &Error) -> bool {
         )
     };
     matches!(e.of(), Some(Missing { .. } | NoDataset { .. })) || e.of().is_some_and(hub)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_router_loss_of_a_model_is_that_of_its_class() {
+        let of = |model: &str| Beside(Path::new("")).router_loss(model);
+        for (model, coefficient) in [
+            ("mistralai/Mixtral-8x7B-v0.1", Some(0.02)),
+            ("Qwen/Qwen3.5-35B-A3B", Some(0.001)),
+            ("google/gemma-4-26B-A4B", Some(0.0)),
+            ("Qwen/Qwen3-8B", Some(0.0)),
+            ("someone/something", None),
+        ] {
+            assert_eq!(of(model), coefficient, "{model}");
+        }
+    }
 }

@@ -79,7 +79,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     found.notes.iter().for_each(|n| warn(n));
     let compute = (cuda, resolve::dtype(recipe.model.dtype, cuda));
     let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
-    recipe.idle(facts).iter().for_each(|w| warn(w));
+    recipe.warnings(facts).iter().for_each(|w| warn(w));
     let range = rates::predict(plan.machine, found.config.family.model_type, plan.step_work());
     let ranks = recipe.parallel.data as u64;
     if args.json {

@@ -1,13 +1,12 @@
 //! `ft serve`: an OpenAI-compatible HTTP API for a model.
 //!
 //! ```text
-//! limits        what clients can occupy: connections, headers, bodies, time
-//! connections   accepts, and ends in time
-//! auth, http    who may ask; routes
-//! api           requests and responses in OpenAI's format
-//! queue, job, state   what requests and replicas share
-//! worker        replicas: each answers one request at a time
-//! reply_stream, stop, scores   one reply: sampling, stop strings, log-probabilities
+//! limits     what clients can occupy: connections, headers, bodies, time
+//! state      shared by all requests
+//! http       who may ask (auth); connections, which end in time; routes
+//! api        requests and responses in OpenAI's format
+//! generate   the queue; replicas (worker), each answers one request at a time; one reply: sampling (reply_stream),
+//!            stop strings, log-probabilities (scores)
 //! ```
 //!
 //! Replicas compute on threads of their own; connections run on a tokio runtime. A disconnected client
@@ -22,37 +21,28 @@
 //! limited time, and the process ends even if a replica still computes.
 
 mod api;
-mod auth;
-mod connections;
+mod generate;
 mod http;
-mod job;
 mod limits;
-mod queue;
-mod reply_stream;
-mod scores;
 mod state;
-mod stop;
-mod worker;
 
 use super::args::{LoadArgs, TemplateArgs};
 use super::console::print;
-use crate::infer::{ContextLimit, Follower, Model, ModelOptions, Prompter, Replica, device, usage};
+use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
 use crate::log::unix_time;
 use crate::train;
 use crate::train::signals::Signals;
+use clap::builder::RangedU64ValueParser;
 use ft_base::ExitCode;
 use ft_base::terminal::tell;
-use job::ReplicaStatus;
+use generate::{Generator, Queue, ReplicaStatus};
 use limits::Limits;
-use queue::Queue;
 use state::ServerState;
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::{Semaphore, mpsc};
-use worker::Generator;
 
 /// Arguments of `ft serve`.
 #[derive(Debug, clap::Args)]
@@ -81,7 +71,7 @@ pub struct Args {
     name: Option<String>,
     /// Most tokens of a reply, also of a request that names no number. Without this option a request gets the
     /// number that it names, or 1024
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_tokens: Option<usize>,
     /// Of a run: stay on what it has when the server starts
     #[arg(long)]
@@ -138,7 +128,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let devices = device::open_all(&args.device)?;
     let mut model = Model::load(args.model_options()?, &devices)?;
     let replicas = std::mem::take(&mut model.replicas);
-    let state = Arc::new(state(args, key, (model.prompt, model.context), model.dir, &replicas));
+    let state = Arc::new(state(args, key, model, &replicas));
 
     // from here on a signal ends the server, and a second one the process
     signals.hold();
@@ -179,7 +169,7 @@ fn key(args: &Args) -> ft_base::Result<Option<String>> {
     let own = || std::env::var("FT_API_KEY").ok().filter(|k| !k.is_empty());
     let key = args.api_key.clone().or_else(own);
     match &key {
-        Some(key) if !auth::is_sendable(key) => Err(usage(
+        Some(key) if !http::auth::is_sendable(key) => Err(usage(
             "--api-key, FT_API_KEY: a key is one word of printable ASCII characters, without spaces",
         )),
         None if !args.host.to_canonical().is_loopback() => Err(usage(format!(
@@ -190,13 +180,7 @@ fn key(args: &Args) -> ft_base::Result<Option<String>> {
     }
 }
 
-fn state(
-    args: &Args,
-    key: Option<String>,
-    (prompt, context): (Prompter, ContextLimit),
-    dir: PathBuf,
-    replicas: &[Replica],
-) -> ServerState {
+fn state(args: &Args, key: Option<String>, model: Model, replicas: &[Replica]) -> ServerState {
     let vocab = replicas.first().map_or(0, |r| r.decoder.config.vocab);
     let status =
         |r: &Replica| ReplicaStatus::new(device::name(&r.device), r.run.as_ref().map(Follower::step));
@@ -206,10 +190,10 @@ fn state(
         name: name.clone(),
         created: unix_time(),
         key,
-        prompt,
-        dir,
+        prompt: model.prompt,
+        generation: model.generation,
         max_tokens: args.max_tokens,
-        context,
+        context: model.context,
         vocab,
         replicas: replicas.iter().map(status).collect(),
         queue: Queue::new(limits.queue),
@@ -222,9 +206,9 @@ fn state(
 fn answer(mut replicas: Vec<Replica>, state: &ServerState) -> ft_base::Result<()> {
     let (queue, tokenizer) = (&state.queue, &*state.prompt.tokenizer);
     let work = |(replica, status)| {
-        (status, move || worker::work(queue, &mut Generator::new(replica, tokenizer), status))
+        (status, move || generate::work(queue, &mut Generator::new(replica, tokenizer), status))
     };
-    worker::run_all(replicas.iter_mut().zip(&state.replicas).map(work).collect())
+    generate::run_all(replicas.iter_mut().zip(&state.replicas).map(work).collect())
 }
 
 /// Ends the server as soon as stdin reaches its end; before it serves, the process.

@@ -1,11 +1,10 @@
 //! State shared by all requests.
 
-use super::job::ReplicaStatus;
+use super::generate::{Queue, ReplicaStatus};
 use super::limits::Limits;
-use super::queue::Queue;
+use crate::infer::sampling::GenerationConfig;
 use crate::infer::{ContextLimit, Prompter};
 use serde_json::{Value, json};
-use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 
@@ -18,8 +17,8 @@ pub(super) struct ServerState {
     /// Key that clients must send.
     pub key: Option<String>,
     pub prompt: Prompter,
-    /// Folder of the model, with `generation_config.json`.
-    pub dir: PathBuf,
+    /// The model's own sampling settings.
+    pub generation: GenerationConfig,
     /// Limit of tokens per reply, if one was given.
     pub max_tokens: Option<usize>,
     /// Most tokens of prompt and reply.

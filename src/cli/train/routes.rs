@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rules_are_a_recipe_of_the_most_used() -> anyhow::Result<()> {
+    fn ft_routes_prints_rules_of_the_most_used_experts() -> anyhow::Result<()> {
         let layers = vec![(0, vec![1, 9, 0, 5]), (2, vec![0, 7, 7, 7]), (3, vec![0, 3, 1, 3])];
         let mut out = Vec::new();
         show(&Load { layers }, 15, 2, &mut out)?;

@@ -16,7 +16,7 @@ pub struct Args {
     /// Go on from the newest whole checkpoint of the run folder
     #[arg(long, conflicts_with = "overwrite")]
     resume: bool,
-    /// With --resume: go on from the checkpoint of this step; what came later is done again
+    /// With --resume: go on from the checkpoint of this step; later checkpoints are removed, and their steps done again
     #[arg(long, value_name = "N", requires = "resume")]
     step: Option<u64>,
     /// Replace what an earlier run left in the run folder: checkpoints when this one starts, the result when the new
@@ -38,8 +38,8 @@ pub fn run(args: &Args) -> ft_base::Result<u8> {
         hush();
     }
     let recipe = args.recipe.load().inspect_err(|_| {
-        // another machine may lack the recipe, or have another one
-        if launch.is_some_and(|l| l.local == Some(0)) {
+        // another machine may lack the recipe, or have another one; without local ranks, any process may be its first
+        if launch.is_some_and(|l| l.local.is_none_or(|n| n == 0)) {
             to_terminal();
         }
     })?;

@@ -8,7 +8,7 @@ mod samples;
 #[cfg(test)]
 mod tests;
 
-use super::sink::{Sink, scalars};
+use super::logger::{Logger, scalars};
 use client::{Client, Failure, Metric, NewRun};
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -153,7 +153,7 @@ impl MlFlow {
     }
 }
 
-impl Sink for MlFlow {
+impl Logger for MlFlow {
     /// Queues an event; a full queue loses it.
     fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         self.offered += 1;

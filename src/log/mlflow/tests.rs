@@ -64,7 +64,7 @@ fn step(step: u64) -> Value {
 }
 
 #[test]
-fn a_run_arrives_whole_and_goes_on_as_the_same() -> Result<()> {
+fn a_run_is_sent_whole_and_resumed_under_its_id() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (url, calls) = server(|call| match call {
         "POST experiments/create" => (400, json!({"error_code": "RESOURCE_ALREADY_EXISTS"})),
@@ -180,7 +180,7 @@ fn a_server_that_refuses_or_is_gone_loses_events_by_number() -> Result<()> {
 
 /// A server without an answer delays neither the steps nor, without patience, the end.
 #[test]
-fn a_silent_server_stops_nothing() -> Result<()> {
+fn a_silent_server_delays_no_step() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let url = format!("http://{}", listener.local_addr()?);
@@ -213,7 +213,7 @@ fn with_artifacts(uri: &'static str) -> Result<(String, Receiver<Call>)> {
 }
 
 #[test]
-fn answers_become_a_table_that_goes_on() -> Result<()> {
+fn answers_are_a_table_that_a_resume_extends() -> Result<()> {
     let dir = tempfile::tempdir()?;
     for uri in ["mlflow-artifacts:/7/r1/artifacts", "mlflow-artifacts://host:1/7/r1/artifacts"] {
         let (url, calls) = with_artifacts(uri)?;

@@ -6,7 +6,7 @@ use crate::report::plot::{
 };
 
 #[test]
-fn what_is_not_a_number_is_a_gap() -> Result<()> {
+fn steps_without_a_number_are_gaps() -> Result<()> {
     let mut broken = step(2, 0.0);
     broken["loss"] = Value::Null;
     let lies = json!({"event": "step", "step": 3, "loss": "low", "lr": 1e308, "tokens": -5, "seconds": [1]});
@@ -40,7 +40,7 @@ fn thinning_keeps_extremes_gaps_and_ends() {
 }
 
 #[test]
-fn series_in_numbers_and_words() {
+fn series_have_medians_smooth_curves_and_short_numbers() {
     let s = Series(vec![(1, 4.0), (2, f64::NAN), (3, 1.0), (4, 2.0)]);
     assert_eq!((s.median(), Series::default().median()), (Some(2.0), None));
     let constant = Series((0..9).map(|i| (i, 3.0)).collect());
@@ -72,7 +72,7 @@ fn series_in_numbers_and_words() {
 }
 
 #[test]
-fn experts_are_told_by_layer() -> Result<()> {
+fn the_load_of_experts_is_shown_by_layer() -> Result<()> {
     let layers = |tokens: [[u64; 4]; 2]| -> Value {
         tokens.iter().enumerate().map(|(l, t)| json!({"layer": 2 * l + 1, "tokens": t})).collect()
     };
@@ -170,7 +170,7 @@ fn extreme_steps_and_values_are_drawn() -> Result<()> {
 
 /// A short run is not called smoothed, and a caption does not tell the chart again.
 #[test]
-fn captions_add_to_their_charts() -> Result<()> {
+fn captions_do_not_repeat_their_charts() -> Result<()> {
     let short: Vec<Value> =
         std::iter::once(start(3)).chain((1..=3).map(|s| step(s, 2.0 / s as f64))).collect();
     let html = whole(&folder(&short)?)?;

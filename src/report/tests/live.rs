@@ -45,7 +45,7 @@ fn the_page_follows_the_run() -> Result<()> {
 }
 
 #[test]
-fn strangers_are_refused() -> Result<()> {
+fn foreign_hosts_and_paths_are_refused() -> Result<()> {
     let dir = folder(&[start(4), step(1, 3.0)])?;
     let live = serve(&dir)?;
     let own = live.address()?;

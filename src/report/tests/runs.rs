@@ -9,7 +9,7 @@ use ft_base::error::{ExitCode, Failure};
 use std::path::Path;
 
 #[test]
-fn a_finished_run() -> Result<()> {
+fn a_finished_run_is_shown_with_curves_and_result() -> Result<()> {
     let mut lines = vec![start(4), eval(0, 5.0), sample(0, "Sky?", "Blue.")];
     lines.extend((1..=4).map(|s| step(s, 5.0 - s as f64)));
     lines.extend([eval(2, 2.0), eval(4, 2.5), sample(4, "Sky?", "Arr, blue."), end(4)]);
@@ -124,7 +124,7 @@ fn a_killed_run_leaves_half_a_line() -> Result<()> {
 }
 
 #[test]
-fn why_a_run_stopped() -> Result<()> {
+fn the_reason_of_a_stop_is_shown() -> Result<()> {
     for (code, says_so) in
         [(130, "interrupted by a signal"), (6, "not finite"), (8, "out of memory"), (1, "an error")]
     {
@@ -270,7 +270,7 @@ fn a_long_run_stays_a_small_page() -> Result<()> {
 }
 
 #[test]
-fn what_is_no_run_is_refused_by_name() -> Result<()> {
+fn a_folder_without_a_run_is_refused_by_name() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let fail = |dir: &Path| page(dir, false).err().context("a page of nothing");
     let e = fail(&dir.path().join("gone"))?;

@@ -4,7 +4,7 @@ use crate::train::Error;
 use crate::train::job::device;
 use candle_core::{DType, Device};
 use ft_base::terminal::{hush, to_terminal};
-use ft_engine::ranks::{self, At, Comm, processes};
+use ft_engine::ranks::{self, CollectiveId, Comm, processes};
 use ft_kernels::{Tensor, cuda};
 use ft_plan::{Target, links::Link};
 use ft_recipe::{Device as DeviceName, Launch};
@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-const GATHER: At = At::all("the timed gather");
-const SUM: At = At::all("the timed sum");
-const EXCHANGE: At = At::all("the timed exchange");
-const AGREE: At = At::all("the measured rates");
+const GATHER: CollectiveId = CollectiveId::all("the timed gather");
+const SUM: CollectiveId = CollectiveId::all("the timed sum");
+const EXCHANGE: CollectiveId = CollectiveId::all("the timed exchange");
+const AGREE: CollectiveId = CollectiveId::all("the measured rates");
 
 /// f32 elements of a rank, as of a layer's weights: 64 MiB on a device, 1 MiB on the CPU.
 const ELEMENTS: usize = 16 << 20;

@@ -3,7 +3,7 @@
 use super::matmul::MatmulRate;
 use crate::train::memory::MemoryMonitor;
 use ft_engine::params::buffers::moments::Moments;
-use ft_engine::params::{Flat, Params};
+use ft_engine::params::{FlatParam, Params};
 use ft_engine::walk::{Part, Times};
 use ft_plan::{Plan, report};
 use serde_json::{Map, Value, json};
@@ -35,7 +35,7 @@ impl Limit {
             Part::Step if !params.offloaded && !params.weights_offloaded => {
                 // AdamW reads and writes weights and moments, reads gradients, and writes the copy of master
                 // weights in the compute dtype.
-                let bytes = |u: &Flat| {
+                let bytes = |u: &FlatParam| {
                     let compute = u.compute.whole.dtype().size_in_bytes();
                     let moments = u.moments.as_ref().map_or(0, Moments::bytes);
                     let copy = if compute < 4 { compute } else { 0 };

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_engine::files::{SharedFile, TensorFiles};
 use ft_engine::params::Params;
-use ft_engine::params::buffers::moments::Of;
+use ft_engine::params::buffers::moments::MomentsView;
 use ft_engine::params::buffers::projected::Projected;
 use ft_engine::params::buffers::{Piece, common};
 use ft_kernels::optimizer::BLOCK;
@@ -104,10 +104,10 @@ fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>
 }
 
 /// Values of [`entries`] for a range in a flat buffer.
-fn views(of: Of) -> Vec<ft_kernels::Tensor> {
+fn views(of: MomentsView) -> Vec<ft_kernels::Tensor> {
     match of {
-        Of::Wide(all) => all.into(),
-        Of::Coded(all) => all.codes.into_iter().chain(all.scales).collect(),
+        MomentsView::F32(all) => all.into(),
+        MomentsView::EightBit(all) => all.codes.into_iter().chain(all.scales).collect(),
     }
 }
 

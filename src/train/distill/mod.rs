@@ -8,5 +8,5 @@
 mod task;
 mod teacher;
 
-pub use task::{check, loss, settings, taught};
+pub use task::{check, loss, settings, with_teacher};
 pub use teacher::{TeacherFiles, TeacherModel, write_teacher};

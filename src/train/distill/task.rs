@@ -19,7 +19,7 @@ pub fn settings(r: &Recipe) -> Option<Distillation> {
 ///
 /// # Errors
 /// Device errors.
-pub fn taught<'a>(
+pub fn with_teacher<'a>(
     batch: Batch<'a>,
     m: &Micro,
     by: Option<Distillation>,
@@ -27,7 +27,7 @@ pub fn taught<'a>(
 ) -> candle_core::Result<Batch<'a>> {
     match by {
         Some(by) if !m.targets.is_empty() => {
-            batch.taught((m.teacher.kept, &m.teacher.ids, &m.teacher.logits), by, device)
+            batch.with_teacher((m.teacher.kept, &m.teacher.ids, &m.teacher.logits), by, device)
         }
         _ => Ok(batch),
     }
@@ -53,13 +53,13 @@ pub fn check(
     let key = part.key(&recipe.data);
     let fail = |why: String| Err(Error::Usage(format!("{}: {why}", recipe.place(key))).into());
     if recipe.task != Task::Distill {
-        if data.rows.taught {
+        if data.rows.has_teacher {
             let task = recipe.task.word();
             warn(&format!("{key}: rows have values of a teacher, which task = \"{task}\" does not read"));
         }
         return Ok(());
     }
-    if let Some(sample) = data.rows.untaught {
+    if let Some(sample) = data.rows.without_teacher {
         let at = data
             .samples
             .get(sample as usize)?

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_before_the_first_step_is_of_no_result_and_to_be_beaten() {
+    fn an_evaluation_at_step_0_is_no_result_but_must_be_beaten() {
         let mut b = EvalHistory::new(Best::Loss);
         assert!(!b.record(0, 1.0));
         assert_eq!((b.best(), b.best_of_all()), (None, Some((0, 1.0))));

@@ -7,12 +7,14 @@ use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer, reference_model};
 use crate::train::step::command::{self, Command, Probed};
-use crate::train::step::{Gather, OwnMicro, Ranks, Stop, TrainContext, TrainedModel, check_stop, host};
+use crate::train::step::{
+    Gather, LocalMicroBatch, Ranks, Stop, TrainContext, TrainedModel, check_stop, host,
+};
 use candle_core::{DType, Device};
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
-use ft_engine::ranks::{self, At, Comm};
+use ft_engine::ranks::{self, CollectiveId, Comm};
 use ft_engine::walk::{Execution, Hooks, NoHooks, Walk};
 use ft_kernels::tensor::Real;
 use ft_kernels::{Tensor, loss};
@@ -78,13 +80,13 @@ pub fn evaluate(
         return Ok(Evaluation { loss, targets, metrics });
     }
     let Scorer { decoder, ranks, hooks, execution, device, distillation } = *scorer;
-    let (comm, context) = (ranks.comm, ranks.of_tokens());
+    let (comm, context) = (ranks.comm, ranks.row_groups());
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
     let (mut passed, apart) = (0usize, ranks.turns_between_checks());
     loop {
-        let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.at_once()).collect();
+        let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.data_parallel_size()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {
             sum = add_losses(comm, &mut sums, sum)?;
         }
@@ -103,10 +105,11 @@ pub fn evaluate(
             all.targets += size.targets;
             all.weight += size.weight;
         }
-        let mine = turn.get(ranks.own()).zip(sizes.get(ranks.own()));
+        let mine = turn.get(ranks.data_parallel_rank()).zip(sizes.get(ranks.data_parallel_rank()));
         let own = match mine {
             Some((rows, size)) if size.targets > 0 => {
-                Some(OwnMicro::new(Micro::collate(data, rows)?, context.as_ref())).filter(|m| !m.is_empty())
+                Some(LocalMicroBatch::new(Micro::collate(data, rows)?, context.as_ref()))
+                    .filter(|m| !m.is_empty())
             }
             _ => None,
         };
@@ -121,7 +124,7 @@ pub fn evaluate(
                 sums.push([losses.total()?, divergences.total()?].map(f64::to_bits));
             }
             None => {
-                Walk::chosen(decoder, None, execution).hooks(hooks).serve_forward()?;
+                Walk::chosen(decoder, None, execution).hooks(hooks).idle_forward()?;
                 sums.extend(mine.map(|_| [0f64.to_bits(); 2]));
             }
         }
@@ -131,7 +134,7 @@ pub fn evaluate(
 /// Adds the sums of losses and divergences of all ranks to `sum`, in the order of rows, so the result does not depend
 /// on the number of ranks.
 fn add_losses(comm: &dyn Comm, sums: &mut Vec<[u64; 2]>, sum: [f64; 2]) -> ft_base::Result<[f64; 2]> {
-    let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
+    let all = comm.all_gather_object(CollectiveId::all("the evaluation's losses"), sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
     let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
@@ -172,20 +175,20 @@ pub fn logits_of_all(
     let (decoder, ranks) = (&cx.model.decoder, cx.ranks());
     let Probed { ids, positions, docs } = of;
     let whole = Micro { ids, positions, docs, ..Micro::default() };
-    let (tokens, context) = (whole.ids.len(), ranks.of_tokens());
+    let (tokens, context) = (whole.ids.len(), ranks.row_groups());
     let mut walk = Walk::new(decoder, None, 0).hooks(gather);
-    let own = (ranks.own() == 0).then(|| OwnMicro::new(whole, context.as_ref()));
+    let own = (ranks.data_parallel_rank() == 0).then(|| LocalMicroBatch::new(whole, context.as_ref()));
     let logits = match own.as_ref().filter(|own| !own.is_empty()) {
-        None => walk.serve_forward().map(|()| None)?,
+        None => walk.idle_forward().map(|()| None)?,
         Some(own) => walk.stage_logits(&own.batch(&decoder.config, ((0, 0), None), None, cx.device())?)?,
     };
     let mine = own.map(|own| own.tokens()).filter(|_| logits.is_some()).unwrap_or_default();
-    let all = cx.comm.all_gather_object(At::all("the tokens of logits"), &mine)?;
+    let all = cx.comm.all_gather_object(CollectiveId::all("the tokens of logits"), &mine)?;
     let members: Vec<usize> = (0..all.len()).filter(|r| *r == 0 || !all[*r].is_empty()).collect();
     if !members.contains(&cx.comm.rank()) {
         return Ok(None);
     }
-    let (vocab, at) = (decoder.head.vocab, At::all("the logits of a micro-batch"));
+    let (vocab, at) = (decoder.head.vocab, CollectiveId::all("the logits of a micro-batch"));
     let rows = |n: usize, t: &Tensor| t.narrow(0, 0, n)?.contiguous()?.flatten_all();
     let flat = logits.filter(|_| !mine.is_empty()).map(|t| rows(mine.len(), &t)).transpose()?;
     if cx.comm.rank() != 0 {

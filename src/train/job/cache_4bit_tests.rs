@@ -40,7 +40,7 @@ fn run(dir: &Path, name: &str, kind: &str, set: &[&str]) -> Result<(Vec<f64>, Pa
 /// Regression: a cache that another process put in place between two looks at its folder was taken for a folder with
 /// other contents.
 #[test]
-fn a_cache_that_appears_is_no_other_folder() -> Result<()> {
+fn a_cache_that_appears_between_two_looks_is_taken() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let [ready, cache] = ["ready", "cache"].map(|name| dir.path().join(name));
     std::fs::create_dir(&ready)?;
@@ -100,7 +100,7 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
 
 /// A draft of a killed process is removed, and the output is whole.
 #[test]
-fn a_draft_left_behind_does_not_get_in() -> Result<()> {
+fn a_draft_of_a_killed_process_is_removed() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let draft = dir.path().join(".ft-out.tmp");
     std::fs::create_dir(&draft)?;

@@ -105,7 +105,7 @@ impl Job {
             sources::settle_forms(&mut recipe.data, template, progress);
         }
         if want != Want::Config || selection.tokens.are_numbers() {
-            selection.look_up(&config, tokenizer.as_ref())?;
+            lookup::token_rows(&mut selection, &config, tokenizer.as_ref())?;
         }
         let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })

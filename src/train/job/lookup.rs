@@ -101,6 +101,21 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
+/// Looks up the tokens that a rule names. Warns about one without a gradient.
+///
+/// # Errors
+/// As [`Selection::look_up`].
+pub fn token_rows(
+    selection: &mut Selection,
+    config: &Config,
+    tokenizer: Option<&Tokenizer>,
+) -> ft_base::Result<()> {
+    let told = selection.notes.len();
+    selection.look_up(config, tokenizer)?;
+    selection.notes.iter().skip(told).for_each(|n| warn(n));
+    Ok(())
+}
+
 /// Facts for warnings about keys without effect; `compute` is whether on CUDA, and the dtype.
 pub fn facts(
     recipe: &Recipe,

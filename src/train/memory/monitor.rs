@@ -6,7 +6,7 @@ use candle_core::Device;
 use ft_base::memory;
 use ft_base::memory::place;
 use ft_engine::params::Params;
-use ft_engine::params::buffers::Held;
+use ft_engine::params::buffers::LocalShard;
 use ft_engine::params::buffers::moments::Moments;
 use ft_kernels::gemm;
 use ft_plan::{Component, Phase, Plan, report};
@@ -137,7 +137,7 @@ impl MemoryMonitor {
         let here = self.device.is_cpu() || !params.offloaded;
         let weights_here = self.device.is_cpu() || !params.weights_offloaded;
         for u in params.flats.iter().flatten() {
-            let held = |h: &Held| 4 * h.at.len() as u64;
+            let held = |h: &LocalShard| 4 * h.at.len() as u64;
             k.trained += if weights_here { u.compute.bytes() } else { 0 };
             k.master += if !u.is_master() && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_size_is_not_known_the_plan_says_it() -> anyhow::Result<()> {
+    fn an_allocation_of_unknown_size_is_explained_by_the_plan() -> anyhow::Result<()> {
         let p = planned()?;
         let at = (Phase::Forward, 3);
         assert_eq!(p.nearest(at, None, Some(4 << 20)).map(|l| l.component), Some(Component::Workspace));

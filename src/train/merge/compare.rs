@@ -66,7 +66,7 @@ mod tests {
     use ft_engine::model::Config;
 
     #[test]
-    fn too_little_memory_is_told_before_it_is_taken() {
+    fn too_little_memory_is_refused_before_it_is_taken() {
         assert!(within(5, Some(5), "a merge").is_ok() && within(5, None, "a merge").is_ok());
         let e = within(3 << 30, Some(1 << 30), "a merge").expect_err("too little");
         assert_eq!(e.exit_code(), ExitCode::DoesNotFit);

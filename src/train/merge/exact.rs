@@ -6,9 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use ft_engine::files::TensorFiles;
 use ft_engine::model::decoder::Weights;
 use ft_engine::model::embedding::EmbeddingLora;
+use ft_engine::model::grad_accumulator::Slot;
 use ft_engine::model::linear::{Lora, Weight};
 use ft_engine::model::modules::Module;
-use ft_engine::model::sink::Slot;
 use rayon::prelude::*;
 use std::path::Path;
 

@@ -8,13 +8,13 @@ use candle_core::{Device, Tensor};
 use ft_engine::adapters::peft;
 use ft_engine::load::{Factors, Initials};
 use ft_engine::model::modules::Module;
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::{Hooks, Outline, visit};
 
 /// A tensor by name.
 type Named = (String, Tensor);
 
-const AT: At = At::all("the parts of a result");
+const AT: CollectiveId = CollectiveId::all("the parts of a result");
 /// Names of factors, after those of their modules.
 const FACTORS: [&str; 2] = [".lora_A", ".lora_B"];
 

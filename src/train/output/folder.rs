@@ -1,7 +1,6 @@
 //! Files of a result: a model, or an adapter.
 
 use crate::train::job::Job;
-use crate::train::layout::tokenizer_files;
 use candle_core::Tensor;
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -9,7 +8,7 @@ use ft_data::Tokenizer;
 use ft_engine::adapters::peft::{self, Values};
 use ft_engine::adapters::{self, Selection};
 use ft_engine::adapters::{Part, Trained};
-use ft_engine::files::TOKENIZER;
+use ft_engine::files::{TOKENIZER, TOKENIZER_FILES};
 use ft_engine::load::layout;
 use ft_engine::model::modules::{Group, modules};
 use ft_kernels::to_host;
@@ -28,7 +27,7 @@ pub fn save_adapter(
     // if the adapter took initial values from the base, because it then applies to the base as published.
     let quantize =
         if job.config.four_bit || changes_base(job) { Quantize::None } else { job.recipe.model.quantize };
-    for file in tokenizer_files() {
+    for file in TOKENIZER_FILES {
         match store::copy_inside(&job.model.dir, file, out) {
             // Optional here: the base folder has the tokenizer too.
             Err(e @ (store::Error::Unsafe { .. } | store::Error::Read { .. })) => {

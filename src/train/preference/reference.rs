@@ -14,7 +14,7 @@ use ft_data::{Batches, Dataset, Micro};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::params::buffers::Split;
-use ft_engine::ranks::{self, At, Comm};
+use ft_engine::ranks::{self, CollectiveId, Comm};
 use ft_engine::walk::{Execution, Hooks, NoHooks};
 use ft_recipe::{Part, Reference, Task};
 use serde::{Deserialize, Serialize};
@@ -124,7 +124,7 @@ impl ReferenceInputs<'_> {
 
     /// Sends what the first rank found in the cache to all ranks.
     fn shared(&self, found: Option<ReferenceScores>) -> ft_base::Result<Option<ReferenceScores>> {
-        const AT: At = At::all("the log-probabilities of the reference");
+        const AT: CollectiveId = CollectiveId::all("the log-probabilities of the reference");
         if self.comm.rank() == 0 {
             self.comm.broadcast_object(AT, &found)?;
             return Ok(found);
@@ -296,7 +296,7 @@ mod tests {
 
     /// Products of 8-bit floats change the log-probabilities; the loss does not.
     #[test]
-    fn kept_values_are_told_apart_by_products() {
+    fn products_in_8_bits_determine_kept_log_probabilities() {
         assert!(is_determining("memory.products") && is_determining("hash.reference"));
         assert!(!is_determining("preference.beta") && !is_determining("run.keep"));
     }

@@ -1,11 +1,11 @@
 //! Log-probabilities of whole documents, in forward passes dealt to the ranks.
 
-use crate::train::step::{OwnMicro, Ranks, Stop, check_stop};
+use crate::train::step::{LocalMicroBatch, Ranks, Stop, check_stop};
 use candle_core::Device;
 use ft_data::{Dataset, Micro};
 use ft_engine::model::Decoder;
 use ft_engine::model::batch::Distillation;
-use ft_engine::ranks::At;
+use ft_engine::ranks::CollectiveId;
 use ft_engine::walk::{Execution, Hooks, Walk};
 use ft_kernels::loss;
 
@@ -81,15 +81,15 @@ impl Scorer<'_> {
         stop: Stop<'_>,
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<u64>> {
-        let (turn, own) = (self.ranks.at_once(), self.ranks.own());
-        let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.of_tokens());
+        let (turn, own) = (self.ranks.data_parallel_size(), self.ranks.data_parallel_rank());
+        let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.row_groups());
         let apart = self.ranks.turns_between_checks();
         for (i, first) in (0..count).step_by(turn).enumerate() {
             if i.is_multiple_of(apart) {
                 check_stop(self.ranks.comm, stop)?;
             }
             let m = if first + own < count { micro(first + own)? } else { Micro::default() };
-            let own = OwnMicro::new(m, context.as_ref());
+            let own = LocalMicroBatch::new(m, context.as_ref());
             let losses = self.one(&own)?;
             mine.push(if self.ranks.reports_loss() { of(&own.whole, losses) } else { Vec::new() });
             if mine.len() == EXCHANGE_EVERY {
@@ -102,10 +102,10 @@ impl Scorer<'_> {
     }
 
     /// Losses of a micro-batch's targets, or the outputs of a score head. Empty on a rank without tokens or head.
-    fn one(&self, own: &OwnMicro<'_>) -> ft_base::Result<Vec<f64>> {
+    fn one(&self, own: &LocalMicroBatch<'_>) -> ft_base::Result<Vec<f64>> {
         if own.whole.targets.is_empty() || own.is_empty() {
             // all ranks make a pass in every turn
-            Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks).serve_forward()?;
+            Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks).idle_forward()?;
             return Ok(Vec::new());
         }
         let batch = own.batch(&self.decoder.config, ((0, 0), None), None, self.device)?;
@@ -119,7 +119,7 @@ impl Scorer<'_> {
 
     /// Appends the scores of all ranks in the order of micro-batches.
     fn exchange(&self, mine: &mut Vec<Vec<u64>>, all: &mut Vec<u64>) -> ft_base::Result<()> {
-        let ranks = self.ranks.comm.all_gather_object(At::all("log-probabilities"), mine)?;
+        let ranks = self.ranks.comm.all_gather_object(CollectiveId::all("log-probabilities"), mine)?;
         for turn in 0..mine.len() {
             for words in ranks.iter().filter_map(|rank| rank.get(turn)) {
                 all.extend(words);

@@ -90,7 +90,7 @@ fn execute(
             save(cx, &dir)
         }
         Command::Forward | Command::Read(_) => {
-            Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward()
+            Walk::chosen(decoder, None, &inputs.execution).hooks(gather).idle_forward()
         }
         Command::Probe(of) => logits_of_all(cx, gather, of).map(drop),
         Command::Collect => output::give(cx, gather),

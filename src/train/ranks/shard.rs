@@ -9,13 +9,13 @@ use ft_engine::load::Base;
 use ft_engine::model::{Decoder, units};
 use ft_engine::params::Params;
 use ft_engine::params::buffers::Split;
-use ft_engine::ranks::{At, Comm, Mesh};
+use ft_engine::ranks::{CollectiveId, Comm, Mesh};
 use ft_kernels::gemm;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LOADED: At = At::all("the loading of the model");
-const SAVED: At = At::all("the end of a checkpoint");
+const LOADED: CollectiveId = CollectiveId::all("the loading of the model");
+const SAVED: CollectiveId = CollectiveId::all("the end of a checkpoint");
 
 /// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
 ///
@@ -39,7 +39,7 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
     let p = &job.recipe.parallel;
     let experts = job.config.moe.as_ref().map_or(0, |m| m.experts);
     let mesh = Mesh::of(p);
-    let stages = units::cut(&job.config, p.pipeline, &p.stages).unwrap_or_default();
+    let stages = units::partition(&job.config, p.pipeline, &p.stages).unwrap_or_default();
     let units = stages.get(mesh.coordinates(comm.rank()).pipeline).copied().filter(|_| p.pipeline > 1);
     let tied = job.config.tied;
     let split = Split { mesh, rank: comm.rank(), zero: p.zero, experts, units, tied };

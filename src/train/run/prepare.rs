@@ -242,7 +242,7 @@ fn check_inputs(
     ranks::check(&job)?;
     let compute = (job.device.is_cuda(), job.dtype);
     let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
-    job.recipe.idle(facts).iter().for_each(|w| warn(w));
+    job.recipe.warnings(facts).iter().for_each(|w| warn(w));
     let other = reference_model::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     log::check(&job.recipe)?;

@@ -21,7 +21,7 @@ use ft_data::Dataset;
 use ft_data::hub::Want;
 use ft_engine::load::layout;
 use ft_engine::ranks::processes;
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::Execution;
 use ft_plan::{Workload, report};
 use ft_recipe::{Launch, Recipe, Weights};
@@ -31,9 +31,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const OPENED: At = At::all("the check of the recipe");
-const GIVEN: At = At::all("what ranks were given");
-const BEGUN: At = At::all("the begin of the run");
+const OPENED: CollectiveId = CollectiveId::all("the check of the recipe");
+const GIVEN: CollectiveId = CollectiveId::all("what ranks were given");
+const BEGUN: CollectiveId = CollectiveId::all("the begin of the run");
 /// Time limit for the run folder to appear, because network file systems may lag.
 const FOLDER_LIMIT: Duration = Duration::from_secs(10);
 

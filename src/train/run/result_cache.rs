@@ -7,6 +7,7 @@
 use crate::train::layout::{CHECKPOINTS, RESULTS};
 use crate::train::preference::reference_model;
 use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
+use ft_data::TOOL_USE;
 use ft_data::hub::{self, Settings, Want};
 use ft_plan::resolve;
 use ft_recipe::{Recipe, Weights};
@@ -131,13 +132,17 @@ fn outputs(dir: &Path) -> Option<Files> {
     Some(files)
 }
 
-/// Adds the files in a folder. Symbolic links count as their targets.
+/// Adds the files in a folder, and [`TOOL_USE`] below it. Symbolic links count as their targets.
 fn files_of(dir: &Path, files: &mut Files) -> Option<()> {
     for entry in std::fs::read_dir(dir).ok()? {
         let path = entry.ok()?.path();
         if !path.is_dir() {
             files.push(stat(&path)?);
         }
+    }
+    let tool_use = dir.join(TOOL_USE);
+    if tool_use.exists() {
+        files.push(stat(&tool_use)?);
     }
     Some(())
 }
@@ -147,4 +152,25 @@ fn stat(path: &Path) -> Option<(PathBuf, Stat)> {
     let real = path.canonicalize().ok().filter(|p| p.to_str().is_some())?;
     let stat = Stat::of(&std::fs::metadata(&real).ok()?);
     Some((real, stat))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The hash of the tokenizer includes this template.
+    #[test]
+    fn files_of_a_model_include_its_template_for_tools() -> std::io::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let all = || {
+            let mut files = Vec::new();
+            files_of(dir.path(), &mut files)
+                .map(|()| files.into_iter().map(|(path, _)| path).collect::<Vec<_>>())
+        };
+        std::fs::create_dir(dir.path().join("additional_chat_templates"))?;
+        assert_eq!(all(), Some(Vec::new()));
+        std::fs::write(dir.path().join(TOOL_USE), "{{ tools }}")?;
+        assert_eq!(all(), Some(vec![dir.path().canonicalize()?.join(TOOL_USE)]));
+        Ok(())
+    }
 }

@@ -6,7 +6,7 @@ use super::loss_scale::LossScale;
 use super::micros::MicroBatches;
 use super::reduce::{InBackward, Reduce};
 use super::sums::{Collected, Sums};
-use super::turn::{OwnMicro, Stop, check_stop};
+use super::turn::{LocalMicroBatch, Stop, check_stop};
 use crate::train::Error;
 use crate::train::distill;
 use crate::train::objective::{Objective, StepObjective};
@@ -14,7 +14,7 @@ use crate::train::preference::{Tally, samples_of};
 use candle_core::Device;
 use ft_base::memory::place;
 use ft_data::Micro;
-use ft_engine::model::sink::Sink;
+use ft_engine::model::grad_accumulator::GradAccumulator;
 use ft_engine::optim;
 use ft_engine::walk::{RouterLosses, Times, Walk};
 use ft_kernels::{Tensor, loss};
@@ -55,28 +55,28 @@ impl TrainContext<'_> {
     ) -> ft_base::Result<StepOutput> {
         let (params, comm) = (&self.model.params, self.comm);
         let (grads, lens) = (params.grads(), params.lens());
-        let alone = self.ranks().in_stage() == 1;
-        let sink = if alone && !params.in_backward {
-            Sink::new(&grads, params.tensors.len()).over(params.new_sums())
+        let alone = self.ranks().ranks_per_stage() == 1;
+        let accum = if alone && !params.in_backward {
+            GradAccumulator::new(&grads, params.tensors.len()).over(params.new_sums())
         } else {
             params.zero_grads()?;
-            Sink::live((&lens, &params.slots), self.device())
+            GradAccumulator::live((&lens, &params.slots), self.device())
         };
         let gather = Gather::new(&self.model.decoder, params, comm);
         let in_backward = params.in_backward.then(|| InBackward {
             optimizer: &self.model.optimizer,
-            at: optim::At { t: input.step + 1, lr: input.lr, grad_scale: 1.0 },
+            at: optim::UpdateArgs { t: input.step + 1, lr: input.lr, grad_scale: 1.0 },
             device: self.device(),
             squares: RefCell::default(),
         });
-        let reduce = Reduce::new(gather, params, comm, &sink, in_backward);
+        let reduce = Reduce::new(gather, params, comm, &accum, in_backward);
         let batches = MicroBatches::new(input.data, input.rows, self.execution.micro_rows)?;
-        if params.in_backward && batches.all.len() > self.ranks().at_once() {
+        if params.in_backward && batches.all.len() > self.ranks().data_parallel_size() {
             let why = "optimizer.in_backward: a step of several micro-batches";
             return Err(Error::Usage(why.into()).into());
         }
         let objective = self.step_objective(input, stop)?;
-        let passes = Passes { input, batches: &batches, sink: &sink, reduce: &reduce, objective };
+        let passes = Passes { input, batches: &batches, accum: &accum, reduce: &reduce, objective };
         let mine = self.run_micro_batches(&passes, times, stop)?;
         let sums = mine.over_ranks(comm, self.ranks().stages())?;
         let (loss, metrics) = match objective {
@@ -133,7 +133,7 @@ impl TrainContext<'_> {
         times: &mut Times,
         stop: Stop<'_>,
     ) -> ft_base::Result<Sums> {
-        let Passes { batches, sink, reduce, .. } = *passes;
+        let Passes { batches, accum, reduce, .. } = *passes;
         let params = &self.model.params;
         let share = 1.0 / batches.all.len().max(1) as f64;
         let router = self.router_times(share * self.loss_factor());
@@ -147,7 +147,7 @@ impl TrainContext<'_> {
         if batches.all.is_empty() {
             reduce.end()?;
         }
-        sink.settle(None)?;
+        accum.settle(None)?;
         reduce.end_step()?;
         place::enter(place::Phase::Step, 0);
         let (loss, divergence) = (got.losses.total()?, got.divergences.total()?);
@@ -159,7 +159,7 @@ impl TrainContext<'_> {
             None if self.ranks().stages() > 1 => optim::squares_by_flat(params)?,
             None => vec![(0, optim::grad_squares(params)?)],
         };
-        sums.reached = sink.reached();
+        sums.reached = accum.reached();
         Ok(sums)
     }
 
@@ -172,17 +172,20 @@ impl TrainContext<'_> {
         times: &mut Times,
         stop: Stop<'_>,
     ) -> ft_base::Result<()> {
-        let Passes { input, batches, sink, reduce, objective } = *passes;
+        let Passes { input, batches, accum, reduce, objective } = *passes;
         let (decoder, lowest) = (&self.model.decoder, self.model.params.lowest_unit());
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
         let (factor, ranks) = (self.loss_factor(), self.ranks());
-        let (context, mut unsaid, mut first) = (ranks.of_tokens(), Tally::default(), (0, 0));
-        for turn in batches.all.chunks(ranks.at_once()) {
+        let (context, mut unsaid, mut first) = (ranks.row_groups(), Tally::default(), (0, 0));
+        for turn in batches.all.chunks(ranks.data_parallel_size()) {
             check_stop(self.comm, stop)?;
             let mut own = None;
             for (i, (rows, size)) in turn.iter().enumerate() {
-                if i == ranks.own() {
-                    own = Some((OwnMicro::new(Micro::collate(input.data, rows)?, context.as_ref()), first));
+                if i == ranks.data_parallel_rank() {
+                    own = Some((
+                        LocalMicroBatch::new(Micro::collate(input.data, rows)?, context.as_ref()),
+                        first,
+                    ));
                 }
                 first = (first.0 + size.tokens, first.1 + size.targets);
             }
@@ -201,7 +204,7 @@ impl TrainContext<'_> {
                 if let Some(weigh) = &mut weigh {
                     walk = walk.objective(weigh);
                 }
-                let all = walk.train(&batch, batches.scale(objective) * factor, sink);
+                let all = walk.train(&batch, batches.scale(objective) * factor, accum);
                 let all = all.map_err(|e| ranks.cause(e))?;
                 got.divergences.keep(walk.take_divergences(), &own.micro().weights)?;
                 got.routings.push(walk.into_routing());
@@ -210,7 +213,7 @@ impl TrainContext<'_> {
                 }
             } else {
                 let mut walk = Walk::chosen(decoder, lowest, &self.execution).hooks(reduce);
-                walk.serve_train((seed, input.step), sink)?;
+                walk.idle_train((seed, input.step), accum)?;
             }
             reduce.end()?;
             #[cfg(test)]
@@ -225,7 +228,7 @@ impl TrainContext<'_> {
 pub(super) struct Passes<'a, 's> {
     pub input: &'a StepInput<'a>,
     pub batches: &'a MicroBatches<'a>,
-    pub sink: &'a Sink<'s>,
+    pub accum: &'a GradAccumulator<'s>,
     pub reduce: &'a Reduce<'s>,
     pub objective: Option<StepObjective<'a>>,
 }
@@ -233,7 +236,7 @@ pub(super) struct Passes<'a, 's> {
 /// Weights of the targets of a rank from their losses, by the losses of the whole micro-batch.
 pub(super) fn weigh(
     objective: StepObjective<'_>,
-    own: &OwnMicro<'_>,
+    own: &LocalMicroBatch<'_>,
     losses: &[Tensor],
     tally: &mut Tally,
     device: &Device,

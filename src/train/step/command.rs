@@ -1,7 +1,7 @@
 //! Operations of all ranks, announced by the first rank.
 
 use crate::train::Error;
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::Reading;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub struct Probed {
     pub docs: Vec<usize>,
 }
 
-const NEXT: At = At::all("what comes next");
+const NEXT: CollectiveId = CollectiveId::all("what comes next");
 
 /// Serialization of paths as bytes, because not all are UTF-8.
 mod path_bytes {
@@ -79,7 +79,7 @@ mod tests {
     use std::os::unix::ffi::OsStrExt;
 
     #[test]
-    fn what_is_told_is_heard() {
+    fn commands_are_decoded_as_they_were_encoded() {
         let odd = OsStr::from_bytes(b"runs/\xff\x00x");
         for command in [
             Command::End,

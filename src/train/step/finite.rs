@@ -2,9 +2,9 @@
 
 use super::context::{StepInput, StepOutput, TrainContext};
 use crate::train::Error;
-use ft_engine::params::buffers::{Held, common};
-use ft_engine::params::{Flat, Params};
-use ft_engine::ranks::{At, Comm};
+use ft_engine::params::buffers::{LocalShard, common};
+use ft_engine::params::{FlatParam, Params};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_kernels::optimizer;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -32,7 +32,8 @@ pub fn check_gradients(
         (true, false) => "the gradient norm",
         (false, _) => "the loss",
     };
-    let all_finite = |u: &Flat, r: &Range<usize>| u.grads.as_ref().map_or(Ok(true), |g| held_finite(g, r));
+    let all_finite =
+        |u: &FlatParam, r: &Range<usize>| u.grads.as_ref().map_or(Ok(true), |g| held_finite(g, r));
     let bad = not_finite(params, cx.comm, "gradients that are not finite", &all_finite)?;
     let tensors = first_five(&bad);
     let lines: Vec<String> = input
@@ -62,7 +63,7 @@ pub fn check_gradients(
 }
 
 /// Returns true if the local part of a range is finite.
-fn held_finite(held: &Held, range: &Range<usize>) -> candle_core::Result<bool> {
+fn held_finite(held: &LocalShard, range: &Range<usize>) -> candle_core::Result<bool> {
     let here = common(&held.at, range);
     if here.is_empty() { Ok(true) } else { optimizer::finite(&held.of(here)?) }
 }
@@ -72,7 +73,7 @@ fn not_finite<'p>(
     params: &'p Params,
     comm: &dyn Comm,
     what: &'static str,
-    finite: &dyn Fn(&Flat, &Range<usize>) -> candle_core::Result<bool>,
+    finite: &dyn Fn(&FlatParam, &Range<usize>) -> candle_core::Result<bool>,
 ) -> ft_base::Result<Vec<&'p str>> {
     let mut mine = Vec::new();
     for (i, slot) in params.slots.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
@@ -80,7 +81,8 @@ fn not_finite<'p>(
             mine.push(i as u64);
         }
     }
-    let all: BTreeSet<u64> = comm.all_gather_object(At::all(what), &mine)?.into_iter().flatten().collect();
+    let all: BTreeSet<u64> =
+        comm.all_gather_object(CollectiveId::all(what), &mine)?.into_iter().flatten().collect();
     Ok(all.iter().filter_map(|i| params.tensors.get(*i as usize)).map(|t| t.name.as_str()).collect())
 }
 
@@ -89,7 +91,7 @@ fn not_finite<'p>(
 /// # Errors
 /// [`Error::Weights`]; lost rank.
 pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<()> {
-    let states = |u: &Flat, r: &Range<usize>| {
+    let states = |u: &FlatParam, r: &Range<usize>| {
         let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
         for p in u.projected.iter().filter(|p| r.contains(&params.slots[p.index].offset)) {
             let (rows, cols) = p.low();
@@ -105,7 +107,7 @@ pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Re
     for u in params.flats.iter().flatten() {
         whole &= states(u, &(0..u.len))?;
     }
-    let all = comm.all_gather_object(At::all("whether weights are finite"), &[u64::from(whole)])?;
+    let all = comm.all_gather_object(CollectiveId::all("whether weights are finite"), &[u64::from(whole)])?;
     if all.iter().flatten().all(|w| *w != 0) {
         return Ok(());
     }

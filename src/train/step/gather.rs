@@ -78,7 +78,7 @@ impl Hooks for Gather<'_> {
         if reads { command::announce(self.comm, &Command::Read(reading.clone())) } else { Ok(()) }
     }
 
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         if !self.params.is_gathered() {
             return Ok(());
         }
@@ -94,7 +94,7 @@ impl Hooks for Gather<'_> {
         Ok(())
     }
 
-    fn leave(&self, _: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+    fn post_visit(&self, _: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         Ok(self.keep(&self.outline.needs(next))?)
     }
 }

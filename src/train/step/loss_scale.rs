@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grows_after_patience_and_falls_at_once() {
+    fn the_loss_scale_grows_after_patience_and_falls_at_once() {
         assert_eq!((LossScale::new(DType::BF16, None), LossScale::new(DType::F32, None)), (None, None));
         let first = LossScale::new(DType::F16, None).expect("f16 is scaled");
         let begin = FIRST as f64;

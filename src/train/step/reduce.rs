@@ -9,11 +9,11 @@
 
 use super::gather::Gather;
 use candle_core::{DType, Device};
-use ft_engine::model::sink::Sink;
+use ft_engine::model::grad_accumulator::GradAccumulator;
 use ft_engine::optim::{self, Optimizer};
-use ft_engine::params::buffers::{FlatKind, Held};
-use ft_engine::params::{Flat, Params};
-use ft_engine::ranks::{At, Comm};
+use ft_engine::params::buffers::{FlatKind, LocalShard};
+use ft_engine::params::{FlatParam, Params};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::{Hooks, Stage, Visit};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::PendingTransfer;
@@ -24,17 +24,17 @@ use std::collections::VecDeque;
 const SUM: &str = "the sum of gradients";
 const GATHERING: &str = "the gathering of gradients";
 
-/// Reduces the gradients of a sink over ranks, around the visits of a training pass. Includes the gathering
+/// Reduces the gradients of an accumulator over ranks, around the visits of a training pass. Includes the gathering
 /// of weights.
 pub struct Reduce<'a> {
     params: &'a Params,
     comm: &'a dyn Comm,
-    sink: &'a Sink<'a>,
-    /// Buffers with gradients, in the order of the backward walk. Empty on a single rank of a stage, because the sink
-    /// holds the sums.
-    flats: Vec<(usize, &'a Flat)>,
+    accum: &'a GradAccumulator<'a>,
+    /// Buffers with gradients, in the order of the backward walk. Empty on a single rank of a stage, because the
+    /// accumulator holds the sums.
+    flats: Vec<(usize, &'a FlatParam)>,
     /// Buffers that the first and the last stage share: summed once, at the end of the step.
-    ends: Vec<(usize, &'a Flat)>,
+    ends: Vec<(usize, &'a FlatParam)>,
     /// Lowest unit reduced in the current micro-batch; at first, the number of units.
     lowest: Cell<usize>,
     /// Pending reductions, oldest first.
@@ -50,14 +50,14 @@ struct Open<'a> {
     unit: usize,
     arrival: PendingTransfer,
     /// Buffers and local sum of replicated gradients; the sum is all-gathered afterwards.
-    part: Option<(&'a Flat, Tensor)>,
+    part: Option<(&'a FlatParam, Tensor)>,
 }
 
 /// Optimizer update within the backward pass (`optimizer.in_backward`).
 pub struct InBackward<'a> {
     pub optimizer: &'a Optimizer,
     /// Step, learning rates and factor on the gradients.
-    pub at: optim::At<'a>,
+    pub at: optim::UpdateArgs<'a>,
     pub device: &'a Device,
     /// Sums of squares of the gradients used on this rank, with the number of the buffer.
     pub squares: RefCell<Vec<(usize, Squares)>>,
@@ -69,7 +69,7 @@ impl<'a> Reduce<'a> {
         gather: Gather<'a>,
         params: &'a Params,
         comm: &'a dyn Comm,
-        sink: &'a Sink<'a>,
+        accum: &'a GradAccumulator<'a>,
         update: Option<InBackward<'a>>,
     ) -> Self {
         let comes = params.split.mesh.stage() > 1 || update.is_some();
@@ -79,7 +79,7 @@ impl<'a> Reduce<'a> {
         Self {
             params,
             comm,
-            sink,
+            accum,
             flats,
             ends,
             lowest: Cell::new(params.frozen.len()),
@@ -112,17 +112,19 @@ impl<'a> Reduce<'a> {
     /// Lost rank; device errors.
     pub fn end_step(&self) -> ft_base::Result<()> {
         for (number, flat) in &self.ends {
-            let Some(Held { values, .. }) = &flat.grads else {
+            let Some(LocalShard { values, .. }) = &flat.grads else {
                 self.sum(*number, flat)?;
                 continue;
             };
             let group = self.params.split.group(self.comm, flat.kind);
             let shared = self.params.split.mesh.stage() > 1;
-            let mine = if shared { self.sink.take(*number)? } else { Some(values.clone()) };
+            let mine = if shared { self.accum.take(*number)? } else { Some(values.clone()) };
             let part = Tensor::zeros(flat.part.len(), DType::F32, values.real()?.device())?;
-            group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
+            group
+                .reduce_scatter(CollectiveId::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?
+                .wait()?;
             let parts = flat.shard.parts(flat.len);
-            group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, values)?.wait()?;
+            group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, values)?.wait()?;
         }
         Ok(())
     }
@@ -152,34 +154,34 @@ impl<'a> Reduce<'a> {
     }
 
     /// Gradients for the update of a buffer on this rank: the whole buffer, or the shard of this rank.
-    fn for_update(&self, number: usize, flat: &Flat, device: &Device) -> ft_base::Result<Held> {
-        let mine = self.sink.take(number)?;
+    fn for_update(&self, number: usize, flat: &FlatParam, device: &Device) -> ft_base::Result<LocalShard> {
+        let mine = self.accum.take(number)?;
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
         let group = self.params.split.group(self.comm, flat.kind);
         if group.world() == 1 {
             // No token reached the trained tensors of this buffer.
             let values = mine.map_or_else(|| zeros(flat.len), Ok)?;
-            return Ok(Held { at: 0..flat.len, values });
+            return Ok(LocalShard { at: 0..flat.len, values });
         }
         let part = zeros(flat.part.len())?;
-        group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
+        group.reduce_scatter(CollectiveId::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
         if flat.shard.stage >= 1 {
-            return Ok(Held { at: flat.part.clone(), values: part });
+            return Ok(LocalShard { at: flat.part.clone(), values: part });
         }
         let (values, parts) = (zeros(flat.len)?, flat.shard.parts(flat.len));
-        group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, &values)?.wait()?;
-        Ok(Held { at: 0..flat.len, values })
+        group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, &values)?.wait()?;
+        Ok(LocalShard { at: 0..flat.len, values })
     }
 
-    fn sum(&self, number: usize, flat: &'a Flat) -> ft_base::Result<()> {
+    fn sum(&self, number: usize, flat: &'a FlatParam) -> ft_base::Result<()> {
         if let Some(update) = &self.update {
             let grads = self.for_update(number, flat, update.device)?;
             update.squares.borrow_mut().push((number, Squares::of(&grads.of(flat.part.clone())?)?));
             return update.optimizer.step_flat(self.params, self.comm, number, &grads, &update.at);
         }
-        let mine = self.sink.take(number)?;
-        let Some(Held { values, .. }) = &flat.grads else { return Ok(()) };
-        let (at, group) = (At::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
+        let mine = self.accum.take(number)?;
+        let Some(LocalShard { values, .. }) = &flat.grads else { return Ok(()) };
+        let (at, group) = (CollectiveId::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
         let open = if flat.shard.stage >= 2 {
             let arrival = group.reduce_scatter(at, mine, flat.part.clone(), values)?;
             Open { unit: flat.unit, arrival, part: None }
@@ -200,11 +202,12 @@ impl<'a> Reduce<'a> {
             let Some(Open { arrival, part, .. }) = self.open.borrow_mut().pop_front() else { break };
             arrival.wait()?;
             if let Some((flat, part)) = part
-                && let Some(Held { values, .. }) = &flat.grads
+                && let Some(LocalShard { values, .. }) = &flat.grads
             {
                 let group = self.params.split.group(self.comm, flat.kind);
                 let parts = flat.shard.parts(flat.len);
-                let arrival = group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, values)?;
+                let arrival =
+                    group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, values)?;
                 // Completes before the next all-gather, or at the end of the micro-batch.
                 self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), PendingTransfer::wait)?;
             }
@@ -225,12 +228,12 @@ impl Hooks for Reduce<'_> {
         self.gather.stage()
     }
 
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.gather.arrive(visit, next)
+    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.gather.pre_visit(visit, next)
     }
 
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.gather.leave(visit, next)?;
+    fn post_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.gather.post_visit(visit, next)?;
         if visit.is_backward() { self.down_to(visit.unit) } else { Ok(()) }
     }
 }

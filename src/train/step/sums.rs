@@ -1,7 +1,7 @@
 //! Sums over the micro-batches of a step, and over ranks.
 
 use crate::train::preference::{Tally, WORDS};
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::{Load, Routing};
 use ft_kernels::loss;
 
@@ -72,8 +72,10 @@ impl Sums {
         }
         let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
         let mut squares: Vec<Vec<(u64, f64)>> = vec![Vec::new(); comm.world() / stages.max(1)];
-        for (rank, words) in
-            comm.all_gather_object(At::all("the loss and the gradient norm"), &words)?.into_iter().enumerate()
+        for (rank, words) in comm
+            .all_gather_object(CollectiveId::all("the loss and the gradient norm"), &words)?
+            .into_iter()
+            .enumerate()
         {
             let mut words = words.into_iter();
             let mut number = || words.next().map_or(f64::NAN, f64::from_bits);

@@ -3,12 +3,12 @@
 use crate::train::distill;
 use candle_core::Device;
 use ft_data::{Micro, Segments, segments};
-use ft_engine::model::batch::{Distillation, HostBatch, Sharers};
+use ft_engine::model::batch::{Distillation, HostBatch, MicroBatchGroup};
 use ft_engine::model::context_parallel::ContextParallel;
 use ft_engine::model::sequence_parallel::{self, SequenceParallel};
 use ft_engine::model::stage_boundary::Rows;
 use ft_engine::model::{Batch, Config};
-use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
+use ft_engine::ranks::{self, Axis, CollectiveId, Comm, Group, Mesh};
 use ft_recipe::Parallel;
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ impl<'a> Ranks<'a> {
     }
 
     /// Number of micro-batches of a turn.
-    pub fn at_once(&self) -> usize {
+    pub fn data_parallel_size(&self) -> usize {
         self.mesh.data
     }
 
@@ -47,7 +47,7 @@ impl<'a> Ranks<'a> {
     }
 
     /// Number of ranks of a stage.
-    pub fn in_stage(&self) -> usize {
+    pub fn ranks_per_stage(&self) -> usize {
         self.mesh.ranks() / self.mesh.pipeline.max(1)
     }
 
@@ -63,12 +63,12 @@ impl<'a> Ranks<'a> {
     }
 
     /// Index of this rank's micro-batch in a turn.
-    pub fn own(&self) -> usize {
+    pub fn data_parallel_rank(&self) -> usize {
         self.mesh.coordinates(self.comm.rank()).data
     }
 
     /// Ranks with tokens of the same rows, if there are several.
-    pub fn of_tokens(&self) -> Option<TokenRanks<'a>> {
+    pub fn row_groups(&self) -> Option<RowGroups<'a>> {
         let group = |axis| Group::new(self.comm, &self.mesh, axis);
         let (context, tensor) = (self.mesh.context > 1, self.mesh.tensor > 1);
         let all = match (context, tensor) {
@@ -78,7 +78,7 @@ impl<'a> Ranks<'a> {
             (true, true) => group(Axis::Rows),
         };
         let (context, tensor) = (context.then(|| group(Axis::Context)), tensor.then(|| group(Axis::Tensor)));
-        Some(TokenRanks { all, context, tensor })
+        Some(RowGroups { all, context, tensor })
     }
 
     /// Whether this rank has the layers of its stage for documents of the first rank.
@@ -104,7 +104,7 @@ impl<'a> Ranks<'a> {
 }
 
 /// Ranks with tokens of the same rows.
-pub struct TokenRanks<'a> {
+pub struct RowGroups<'a> {
     /// All of them, in order: by segment, then by part of it.
     all: Group<'a>,
     /// Ranks with other segments, if ranks split the rows.
@@ -115,7 +115,7 @@ pub struct TokenRanks<'a> {
 
 /// A micro-batch on one rank: the whole, or the tokens of the rank. Ranks of a context group have segments of it; those
 /// of a tensor group have parts of the same segments.
-pub struct OwnMicro<'a> {
+pub struct LocalMicroBatch<'a> {
     pub whole: Micro,
     part: Option<Part<'a>>,
 }
@@ -131,13 +131,13 @@ struct Part<'a> {
     /// Ranks with other parts of the same segments, if ranks cut matrices.
     tensor: Option<&'a dyn Comm>,
     /// Ranks with tokens of the micro-batch.
-    sharers: Sharers<'a>,
+    micro_batch_group: MicroBatchGroup<'a>,
     /// Their targets, in order.
     targets: Vec<Vec<u32>>,
 }
 
 impl<'a> Part<'a> {
-    fn new(whole: &Micro, ranks: &'a TokenRanks<'_>) -> Self {
+    fn new(whole: &Micro, ranks: &'a RowGroups<'_>) -> Self {
         let (me, size) = (ranks.all.rank(), ranks.tensor.as_ref().map_or(1, Comm::world));
         let segments = match &ranks.context {
             Some(group) => segments(&whole.docs, group.world()),
@@ -165,7 +165,7 @@ impl<'a> Part<'a> {
             is_idle,
             context_parallel,
             tensor,
-            sharers: Sharers { comm: &ranks.all, active },
+            micro_batch_group: MicroBatchGroup { comm: &ranks.all, active },
             targets,
         }
     }
@@ -179,7 +179,7 @@ impl<'a> Part<'a> {
     }
 
     /// Context of the tokens of a tensor group, if ranks cut matrices: `input` makes a batch.
-    fn cut(
+    fn sequence_parallel(
         &self,
         whole: &Micro,
         input: impl Fn(HostBatch<'_>) -> ft_base::Result<Batch<'a>>,
@@ -195,16 +195,16 @@ impl<'a> Part<'a> {
             None => input(untargeted)?,
             Some((context_parallel, part)) => {
                 let batch = input(HostBatch { docs: &[n], ..untargeted })?;
-                batch.among(Arc::clone(context_parallel), part.tokens.clone(), Vec::new())
+                batch.with_context_parallel(Arc::clone(context_parallel), part.tokens.clone(), Vec::new())
             }
         };
         Ok(Some(SequenceParallel::new(comm, sequence_parallel::parts(n, comm.world()), all.context)))
     }
 }
 
-impl<'a> OwnMicro<'a> {
+impl<'a> LocalMicroBatch<'a> {
     /// Divides a micro-batch over the ranks with tokens of the same rows, if there are several.
-    pub fn new(whole: Micro, ranks: Option<&'a TokenRanks<'_>>) -> Self {
+    pub fn new(whole: Micro, ranks: Option<&'a RowGroups<'_>>) -> Self {
         let part = ranks.map(|ranks| Part::new(&whole, ranks));
         Self { whole, part }
     }
@@ -252,15 +252,17 @@ impl<'a> OwnMicro<'a> {
         };
         let (m, own) = (self.micro(), [self.micro().ids.len()]);
         let docs = if self.part.is_some() { &own[..] } else { &m.docs };
-        let batch = distill::taught(input(HostBatch { docs, ..host(m) })?, m, by, device)?;
+        let batch = distill::with_teacher(input(HostBatch { docs, ..host(m) })?, m, by, device)?;
         let Some(part) = &self.part else { return Ok(batch) };
         let (tokens, targets) = (part.own.tokens.clone(), part.own.targets.clone());
-        let batch = match (part.cut(&self.whole, input)?, &part.context_parallel) {
-            (Some(cut), _) => batch.cut(cut, tokens, targets),
-            (None, Some(context_parallel)) => batch.among(Arc::clone(context_parallel), tokens, targets),
+        let batch = match (part.sequence_parallel(&self.whole, input)?, &part.context_parallel) {
+            (Some(sequence_parallel), _) => batch.with_sequence_parallel(sequence_parallel, tokens, targets),
+            (None, Some(context_parallel)) => {
+                batch.with_context_parallel(Arc::clone(context_parallel), tokens, targets)
+            }
             (None, None) => batch,
         };
-        Ok(batch.shared(part.sharers.clone()))
+        Ok(batch.with_group(part.micro_batch_group.clone()))
     }
 
     /// Losses of all targets of the micro-batch, or outputs of a score head, from those of this rank. Collective
@@ -269,9 +271,9 @@ impl<'a> OwnMicro<'a> {
     /// # Errors
     /// A lost rank.
     pub fn whole_losses(&self, own: Vec<f64>) -> ft_base::Result<Vec<f64>> {
-        let Some(Part { sharers, targets, .. }) = &self.part else { return Ok(own) };
+        let Some(Part { micro_batch_group, targets, .. }) = &self.part else { return Ok(own) };
         let words: Vec<u64> = own.into_iter().map(f64::to_bits).collect();
-        let all = sharers.all_gather(At::all("the losses of a micro-batch"), &words)?;
+        let all = micro_batch_group.all_gather(CollectiveId::all("the losses of a micro-batch"), &words)?;
         let (count, values) = (self.whole.targets.len(), all.iter().map(Vec::len).sum::<usize>());
         let width = values / count.max(1);
         let mut out = vec![f64::NAN; values];
@@ -301,7 +303,7 @@ pub type Stop<'a> = &'a dyn Fn() -> u64;
 /// # Errors
 /// [`crate::train::Error::Abandoned`] if any rank received a signal; lost rank.
 pub fn check_stop(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let all = comm.all_gather_object(At::all("whether to go on"), &[stop()])?;
+    let all = comm.all_gather_object(CollectiveId::all("whether to go on"), &[stop()])?;
     match all.into_iter().flatten().find(|asked| *asked != 0) {
         Some(asked) => Err(crate::train::Error::Abandoned(asked).into()),
         None => Ok(()),

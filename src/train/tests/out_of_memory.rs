@@ -79,7 +79,7 @@ fn a_step_that_runs_out_of_memory_begins_anew_with_more_recomputed() -> Result<(
 }
 
 #[test]
-fn it_ends_where_nothing_takes_less_or_it_comes_late() -> Result<()> {
+fn out_of_memory_ends_a_run_where_no_plan_takes_less_or_it_comes_late() -> Result<()> {
     let dir = tempfile::tempdir()?;
     for (name, small, set, replans) in [
         ("never", (0, usize::MAX), &[][..], true),

@@ -8,10 +8,10 @@ use anyhow::{Context as _, Result};
 use ft_base::error::ExitCode;
 use ft_data::Micro;
 use ft_data::hub::Want;
-use ft_engine::model::sink::Sink;
+use ft_engine::model::grad_accumulator::GradAccumulator;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
-use ft_engine::ranks::{At, Comm, Piece, Received, Threads};
+use ft_engine::ranks::{CollectiveId, Comm, PeerTensor, Received, Threads};
 use ft_engine::walk::{Hooks, Outline, Visit, Walk};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::PendingTransfer;
@@ -91,7 +91,7 @@ impl Comm for Traced<'_, Threads> {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> ft_base::Result<Vec<Vec<u8>>> {
@@ -100,7 +100,7 @@ impl Comm for Traced<'_, Threads> {
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -110,7 +110,7 @@ impl Comm for Traced<'_, Threads> {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -121,9 +121,9 @@ impl Comm for Traced<'_, Threads> {
     fn exchange_among(
         &self,
         members: &[usize],
-        at: At,
-        out: &[Piece],
-        into: &[Piece],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
     ) -> ft_base::Result<PendingTransfer> {
         self.0.exchange_among(members, at, out, into)
     }
@@ -142,13 +142,13 @@ impl Comm for Traced<'_, Threads> {
 }
 
 impl Hooks for Traced<'_, Gather<'_>> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.arrive(visit, next)?;
+    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.0.pre_visit(visit, next)?;
         self.note(Did::Visit(visit, next));
         Ok(())
     }
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.leave(visit, next)
+    fn post_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.0.post_visit(visit, next)
     }
 }
 
@@ -157,8 +157,8 @@ fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Hooks) -> 
     let m = Micro::collate(&job.train_data()?, &[0])?;
     let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
     let lens = params.lens();
-    let sink = Sink::live((&lens, &params.slots), &job.device);
-    Walk::new(decoder, params.lowest_unit(), 1).hooks(around).train(&batch, 1.0, &sink)?;
+    let accum = GradAccumulator::live((&lens, &params.slots), &job.device);
+    Walk::new(decoder, params.lowest_unit(), 1).hooks(around).train(&batch, 1.0, &accum)?;
     Walk::new(decoder, None, 0).hooks(around).eval(&batch)?;
     Ok(())
 }
@@ -242,20 +242,20 @@ impl Checked<'_> {
 }
 
 impl Hooks for Checked<'_> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.gather.arrive(visit, next)?;
+    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.gather.pre_visit(visit, next)?;
         self.visits.set(self.visits.get() + 1);
         self.check(&self.outline.needs([visit].into_iter().chain(next)))
     }
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.gather.leave(visit, next)?;
+    fn post_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
+        self.gather.post_visit(visit, next)?;
         self.check(&self.outline.needs(next))
     }
 }
 
 /// Offloaded weights are on the device during their visit and the previous visit only.
 #[test]
-fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
+fn offloaded_weights_are_on_the_device_for_two_visits() -> Result<()> {
     let dir = tempfile::tempdir()?;
     for rule in ["train.0.method=lora", "train.0.dora=true", "model.dtype=bf16", "model.quantize=nf4"] {
         let set = ["memory.offload=['params']", "run.batch_rows=4", "run.micro_rows=1", rule];

@@ -131,14 +131,14 @@ mod tests {
     }
 
     #[test]
-    fn without_groups_the_system_counts() {
+    fn without_cgroups_the_memory_of_the_system_counts() {
         let s = system(&[meminfo(8)]);
         assert_eq!(available(s.path()), Some(8 * GIB));
         assert_eq!(available(Path::new("/nowhere")), None);
     }
 
     #[test]
-    fn version_2_limits_count_at_every_level() {
+    fn cgroup_v2_limits_count_at_every_level() {
         let at = |level: &str, file: &str| format!("sys/fs/cgroup/{level}{file}");
         let files = [
             (at("a/b/", "memory.max"), "max\n".to_string()),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_limits_count_and_its_largest_number_is_none() {
+    fn cgroup_v1_limits_count_and_the_largest_number_is_none() {
         let of = |limit: u64, path: &str| {
             let d = "sys/fs/cgroup/memory";
             let (limit_at, usage_at, stat_at) = (
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_on_addresses_counts() {
+    fn a_limit_on_the_address_space_counts() {
         let limits = |soft: &str| {
             let s = system(&[
                 meminfo(8),

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_goes_first_and_by_its_end() {
+    fn the_oldest_block_is_released_first_from_its_end() {
         let mut pool = Pool::new();
         let blocks: Vec<usize> = (0..3).map(|_| block(512 * K)).collect();
         for b in &blocks {
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_of_blocks_is_too_many() {
+    fn blocks_beyond_the_slots_are_released() {
         let mut pool = Pool::new();
         for _ in 0..2 * SLOTS {
             let b = block(2 * LARGE);

@@ -55,7 +55,7 @@ pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_process_has_a_size() {
+    fn the_memory_of_the_process_is_measured() {
         let (now, peak) = (super::host_bytes(), super::peak_host_bytes());
         assert!(now > 1 << 20 && peak >= now, "{now} {peak}");
         assert!(super::available_bytes().is_some_and(|b| b > 1 << 20));

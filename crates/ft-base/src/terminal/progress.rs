@@ -171,7 +171,7 @@ mod tests {
     const FIGURES: StepFigures = StepFigures { loss: 2.10344, grad_norm: 0.5134, lr: 2e-4, rate: 512.4 };
 
     #[test]
-    fn a_bar_is_one_line_of_what_fits() {
+    fn a_progress_bar_is_one_line_within_the_width() {
         let line = |width, step| bar_line(width, (step, 100), &FIGURES, Duration::from_secs(67));
         assert_eq!(line(40, 12), "12/100 [>    ] loss 2.1034  1m 07s left");
         assert_eq!(

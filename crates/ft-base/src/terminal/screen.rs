@@ -196,7 +196,7 @@ mod tests {
 
     /// A JSON line keeps its meaning after escaping.
     #[test]
-    fn json_means_the_same_afterwards() {
+    fn escaped_json_keeps_its_meaning() {
         let value = serde_json::json!({ "a\u{9b}": "\u{1b}\u{202e}\u{7f}\\u001b" });
         let text = value.to_string();
         assert_eq!(serde_json::from_str::<serde_json::Value>(&escape(&text)).unwrap(), value);

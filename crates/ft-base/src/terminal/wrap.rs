@@ -85,7 +85,7 @@ mod tests {
     proptest! {
         /// The words stay the same, and a line exceeds the width only by one word.
         #[test]
-        fn no_word_is_changed(text in "[a-e ]{0,80}", width in 1usize..40) {
+        fn wrapping_changes_no_word(text in "[a-e ]{0,80}", width in 1usize..40) {
             let wrapped = wrap(&text, width);
             let words = |s: &str| s.split_whitespace().map(String::from).collect::<Vec<_>>();
             prop_assert_eq!(words(&wrapped), words(&text));

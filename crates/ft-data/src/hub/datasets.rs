@@ -28,11 +28,14 @@ const SPLITS: &[(&str, &[&str])] = &[
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
+/// Values in the configs of a card at the most: cards have up to thousands of configs, with several splits each.
+const MOST_VALUES: usize = 500_000;
+
 /// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;
 
-/// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline; without a
-/// layout, the files that another program has downloaded.
+/// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline; without the files
+/// of a layout, those that another program has downloaded.
 ///
 /// # Errors
 /// As [`super::fetch_model`]; an unknown config or split, listing the available ones.
@@ -49,9 +52,17 @@ pub fn fetch_dataset_with(
     let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
     let known: Option<Layout> =
         place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
-    let cached = || match &known {
-        Some(layout) => in_cache(settings, &repository, layout, name),
-        None => downloaded(settings, &repository, name),
+    let cached = || {
+        let of_layout =
+            known.as_ref().map_or(Ok(None), |layout| in_cache(settings, &repository, layout, name));
+        // another program may have downloaded another commit since
+        let is_of_layout = repository.cached_commit(settings).as_ref() == known.as_ref().map(|k| &k.commit);
+        match &of_layout {
+            Ok(None) | Err(_) if !is_of_layout => {
+                downloaded(settings, &repository, name)?.map_or(of_layout, |found| Ok(Some(found)))
+            }
+            _ => of_layout,
+        }
     };
     if settings.offline {
         return cached()?.ok_or_else(|| not_cached(settings, &repository, "a file of rows"));
@@ -161,36 +172,40 @@ fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
     }
 }
 
-/// The name of shards like a chosen one, `NAME-*-of-00002`, of which fewer or more are there.
+/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there.
 fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
-    fn parts(file: &str) -> Option<(&str, &str)> {
+    /// Name, total and ending of a shard.
+    type Parts<'a> = (&'a str, &'a str, &'a str);
+    fn parts(file: &str) -> Option<Parts<'_>> {
         let (left, right) = file.rsplit_once("-of-")?;
-        let digits = right.bytes().take_while(u8::is_ascii_digit).count();
-        Some((left.rsplit_once('-')?.0, &right[..digits]))
+        let (total, ending) = right.split_at(right.bytes().take_while(u8::is_ascii_digit).count());
+        Some((left.rsplit_once('-')?.0, total, ending))
     }
-    let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    let mut counts: BTreeMap<Parts<'_>, usize> = BTreeMap::new();
     files.iter().filter_map(|(f, _)| parts(f)).for_each(|of| *counts.entry(of).or_default() += 1);
-    let differs = |of: &(&str, &str)| of.1.parse().is_ok_and(|total: usize| counts.get(of) != Some(&total));
-    let (name, total) = chosen.iter().filter_map(|f| parts(f)).find(differs)?;
-    Some(format!("{name}-*-of-{total}"))
+    let differs = |of: &Parts<'_>| of.1.parse().is_ok_and(|total: usize| counts.get(of) != Some(&total));
+    let (name, total, ending) = chosen.iter().filter_map(|f| parts(f)).find(differs)?;
+    Some(format!("{name}-*-of-{total}{ending}"))
 }
 
 /// `configs` in the metadata of a dataset card; null without any.
 ///
 /// # Errors
-/// YAML that cannot be read.
+/// YAML that cannot be read, with the line of the card.
 fn card_configs(card: &str) -> Result<Value, String> {
-    let mut lines = card.trim_start_matches('\u{feff}').lines().skip_while(|l| l.trim().is_empty());
-    if lines.next().is_none_or(|l| l.trim_end() != "---") {
+    let lines = card.trim_start_matches('\u{feff}').lines().enumerate();
+    let mut lines = lines.skip_while(|(_, l)| l.trim().is_empty());
+    if lines.next().is_none_or(|(_, l)| l.trim_end() != "---") {
         return Ok(Value::Null);
     }
-    let metadata = lines.take_while(|l| l.trim_end() != "---");
+    let metadata = lines.take_while(|(_, l)| l.trim_end() != "---");
     // the key alone: cards may have more values than the reader takes
-    let mut own = metadata.skip_while(|l| !l.starts_with("configs:"));
-    let Some(first) = own.next() else { return Ok(Value::Null) };
-    let rest = own.take_while(|l| l.trim().is_empty() || l.starts_with([' ', '-', '#']));
+    let mut own = metadata.skip_while(|(_, l)| !l.starts_with("configs:"));
+    let Some((above, first)) = own.next() else { return Ok(Value::Null) };
+    let rest = own.map(|(_, l)| l).take_while(|l| l.trim().is_empty() || l.starts_with([' ', '-', '#']));
     let text: Vec<&str> = std::iter::once(first).chain(rest).collect();
-    let mut table = ft_recipe::yaml_value(&text.join("\n"))?;
+    // empty lines above keep the numbers of lines
+    let mut table = ft_recipe::yaml_value(&("\n".repeat(above) + &text.join("\n")), MOST_VALUES)?;
     Ok(table.get_mut("configs").map(Value::take).unwrap_or_default())
 }
 
@@ -373,7 +388,21 @@ mod tests {
         for none in ["", "# Rows", "---\nlicense: mit\n---\nconfigs:\n", "---\nconfigs:x\n---"] {
             assert_eq!(card_configs(none)?, Value::Null, "{none:?}");
         }
-        assert!(card_configs("---\nconfigs: [1\n---\n").is_err());
+        let error = card_configs("---\nlicense: mit\n\nconfigs:\n- *x\n---\n").unwrap_err();
+        assert!(error.starts_with("line 5: "), "{error}");
+        Ok(())
+    }
+
+    #[test]
+    fn cards_may_have_thousands_of_configs() -> Result<(), String> {
+        let config = |i| {
+            format!(
+                "- config_name: c{i}\n  data_files:\n  - split: train\n    path: c{i}/train-*\n  \
+                     - split: test\n    path: c{i}/test-*\n"
+            )
+        };
+        let card = format!("---\nconfigs:\n{}---\n", (0..4000).map(config).collect::<String>());
+        assert_eq!(card_configs(&card)?.as_array().map(Vec::len), Some(4000));
         Ok(())
     }
 
@@ -387,7 +416,9 @@ mod tests {
         assert_eq!(find(&["a-1-of-1.jsonl.gz", "a-1-of-2.jsonl"]), None);
         assert_eq!(find(&["rows.jsonl", "part-of-it.jsonl"]), None);
         let missing = find(&["d/a-00001-of-00002.parquet", "d/b-00000-of-00002.parquet"]);
-        assert_eq!(missing.as_deref(), Some("d/a-*-of-00002"));
+        assert_eq!(missing.as_deref(), Some("d/a-*-of-00002.parquet"));
+        // the same shards in another kind of file
+        assert_eq!(find(&["d/a-00000-of-00001.parquet", "d/a-00000-of-00001.jsonl"]), None);
     }
 
     #[test]

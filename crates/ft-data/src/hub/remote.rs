@@ -1,6 +1,8 @@
 //! Downloads and uploads through the `hf-hub` crate.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use hf_hub::progress::Progress;
@@ -19,6 +21,10 @@ use ft_base::terminal::tell;
 
 /// Time limit for a connection. That of the system is minutes, in networks that drop packets.
 const CONNECT: Duration = Duration::from_secs(10);
+/// Retries of a request.
+const RETRIES: usize = 3;
+/// Unreachable endpoints, with the cause. Models at commits in the cache do not wait for them a second time.
+static UNREACHABLE: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
 const AGENT: &str = concat!("ft/", env!("CARGO_PKG_VERSION"));
 /// The branch present in every repository.
 const MAIN: &str = "main";
@@ -30,16 +36,38 @@ pub(super) fn download(
     kind: Kind,
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
+    let cached = repository.cached(settings, kind).ok().filter(|_| is_commit(&repository.revision));
+    let Some((dir, commit)) = cached else {
+        return download_with(settings, repository, kind, progress, RETRIES);
+    };
     // Commits are immutable: a cached one needs no request. Other programs may have left files out. Files that change
     // tokens, and with weights the files copied into a result, are present or marked as absent in a complete cache.
     let matters = if kind == Kind::Model(Want::Weights) { optional(kind) } else { of_tokens(kind) };
-    if is_commit(&repository.revision)
-        && let Ok((dir, commit)) = repository.cached(settings, kind)
-        && matters.iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
-    {
+    if matters.iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f)) {
         return Ok((dir, commit));
     }
-    let remote = Remote::connect(settings, repository)?;
+    let unreachable = || UNREACHABLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = unreachable().get(&settings.endpoint).cloned();
+    if let Some(cause) = known {
+        let endpoint = without_user(&settings.endpoint);
+        return Err(Error::Unreachable { id: repository.id(), endpoint, cause });
+    }
+    let downloaded = download_with(settings, repository, kind, progress, 0);
+    if let Err(Error::Unreachable { cause, .. }) = &downloaded {
+        unreachable().insert(settings.endpoint.clone(), cause.clone());
+    }
+    downloaded
+}
+
+/// As [`download`], whatever is in the cache.
+fn download_with(
+    settings: &Settings,
+    repository: &Repository,
+    kind: Kind,
+    progress: bool,
+    retries: usize,
+) -> Result<(PathBuf, String), Error> {
+    let remote = Remote::connect(settings, repository, retries)?;
     let commit = remote.commit()?;
     let listed = remote.list(&commit, false)?;
     let dir = repository.snapshot(settings, &commit);
@@ -73,7 +101,7 @@ pub(super) fn download_dataset(
     choose: &dyn Fn(&Layout) -> Result<Vec<String>, Error>,
     progress: bool,
 ) -> Result<(Layout, Vec<PathBuf>), Error> {
-    let remote = Remote::connect(settings, repository)?;
+    let remote = Remote::connect(settings, repository, RETRIES)?;
     let (commit, configs) = remote.dataset()?;
     let listed = remote.list(&commit, true)?;
     let layout = Layout { commit, files: listed, configs };
@@ -86,7 +114,7 @@ pub(super) fn download_dataset(
 
 /// Uploads files as a single commit; returns the URL of the repository.
 pub(super) fn upload(settings: &Settings, repository: &Repository, push: &Push) -> Result<String, Error> {
-    Remote::connect(settings, repository)?.push(push)
+    Remote::connect(settings, repository, RETRIES)?.push(push)
 }
 
 /// The first cause of an error.
@@ -102,7 +130,7 @@ struct Remote<'a> {
 }
 
 impl<'a> Remote<'a> {
-    fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
+    fn connect(settings: &'a Settings, repository: &'a Repository, retries: usize) -> Result<Self, Error> {
         let hint = match settings.endpoint.is_ascii() {
             true => "",
             false => "\nhint: write a host name with other than ASCII letters in Punycode (xn--..)",
@@ -117,7 +145,7 @@ impl<'a> Remote<'a> {
             .endpoint(&settings.endpoint)
             .cache_dir(&settings.cache)
             .user_agent(AGENT)
-            .retry_max_attempts(3)
+            .retry_max_attempts(retries)
             .retry_base_delay(Duration::from_millis(200));
         if let Some(token) = &settings.token {
             builder = builder.token(token);
@@ -422,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn names_match_themselves_alone() {
+    fn a_literal_name_is_escaped_as_a_pattern() {
         assert_eq!(literal("model-[1]*.safetensors"), "model-[[]1[]][*].safetensors");
     }
 }

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_that_of_huggingface_hub() {
+    fn settings_have_the_order_of_huggingface_hub() {
         let s = of(&[("HOME", "/h")]);
         assert_eq!(s.endpoint, "https://huggingface.co");
         assert_eq!(s.cache, Path::new("/h/.cache/huggingface/hub"));

@@ -4,7 +4,7 @@ use super::files::files;
 use super::reader::Rows;
 use crate::error::Error;
 use crate::shape::{keys::preference, schema::Schema, values::brief};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_recipe::{Format, Task};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -137,7 +137,7 @@ fn first(path: &Path, source: &ft_recipe::Source) -> Result<Option<Value>, Error
         }
     }
     told.map_or(Ok(None), |e| {
-        let place = Place { file: path.display().to_string(), line: e.line, column: e.column };
+        let place = Location { file: path.display().to_string(), line: e.line, column: e.column };
         Err(Error::File { place, message: e.message })
     })
 }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_show_their_format() {
+    fn a_format_is_detected_from_the_keys_of_a_row() {
         for (row, keys) in [
             (json!({"messages": []}), "format = \"messages\""),
             (json!({"id": 1, "conversations": []}), "format = \"messages\""),
@@ -203,14 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn other_rows_are_told_what_to_write() {
+    fn rows_of_no_format_get_a_hint() {
         assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
         assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
         assert!(of(json!([1])).unwrap_err().contains("is no object"));
     }
 
     #[test]
-    fn bad_rows_before_the_first_are_passed() {
+    fn bad_rows_before_the_first_good_one_are_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("a.jsonl");
         let source = crate::tests::source("a.jsonl", Format::Tokens);

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_decide_and_characters_cross_the_edges_of_buffers() -> anyhow::Result<()> {
+    fn byte_order_marks_decide_and_characters_cross_buffers() -> anyhow::Result<()> {
         let text = "ab\u{1F600}é\n".repeat(99);
         for (encoding, mark) in [(UTF_16LE, [0xFF, 0xFE]), (UTF_16BE, [0xFE, 0xFF])] {
             let each = |u: u16| if encoding == UTF_16LE { u.to_le_bytes() } else { u.to_be_bytes() };

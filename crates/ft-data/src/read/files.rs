@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn names_say_how_files_hold_rows() {
+    fn the_kind_of_a_file_follows_from_its_name() {
         let of = |name: &str| kind(Path::new(name));
         assert_eq!(of("a/b.jsonl"), Some((Kind::Lines, None)));
         assert_eq!(of("a/b.c.JSON"), Some((Kind::Array, None)));

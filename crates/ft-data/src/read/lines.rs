@@ -2,7 +2,7 @@
 
 use super::row::{LONGEST_ROW, RawRow, too_long};
 use crate::error::Error;
-use ft_base::error::Place;
+use ft_base::error::Location;
 use std::io::{BufRead, Read};
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ impl Lines {
         loop {
             bytes.clear();
             if self.line - first > BLANK {
-                let place = Place { file: self.path.display().to_string(), line: first + 1, column: 0 };
+                let place = Location { file: self.path.display().to_string(), line: first + 1, column: 0 };
                 return Err(Error::File { place, message: format!("{BLANK} empty lines, and no row") });
             }
             let most = LONGEST_ROW as u64 + 2;

@@ -6,7 +6,7 @@ use super::row::{LONGEST_ROW, RawRow, too_long};
 use crate::error::Error;
 use crate::shape::schema::Schema;
 use csv::{ByteRecord, ErrorKind};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_base::store::json;
 use serde_json::{Map, Value};
 use std::cell::Cell;
@@ -35,7 +35,7 @@ fn unclosed(progress: &Progress, path: &Path) -> Option<Error> {
         _ => return None,
     };
     Some(Error::File {
-        place: Place { file: path.display().to_string(), line: quotes.opened, column: 0 },
+        place: Location { file: path.display().to_string(), line: quotes.opened, column: 0 },
         message: what.into(),
     })
 }
@@ -120,7 +120,7 @@ impl Table {
         let mut reader =
             csv::ReaderBuilder::new().delimiter(delimiter).buffer_capacity(1 << 16).from_reader(lines);
         let head = |message: String| Error::File {
-            place: Place { file: path.display().to_string(), line: progress.begins.get(), column: 1 },
+            place: Location { file: path.display().to_string(), line: progress.begins.get(), column: 1 },
             message,
         };
         let cannot = |e: csv::Error| match e.into_kind() {

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_counted() {
+    fn answers_are_scored_by_exact_and_regex_match() {
         let regex = Regex::new(r"#### (\S+)").unwrap();
         let mut s = Scores::default();
         s.add("2 + 2\n#### 4", "four\n#### 4 ", 3, Some(&regex));

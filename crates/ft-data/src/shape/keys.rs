@@ -112,8 +112,7 @@ pub(super) fn of_row(
     }
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
         // values without effect in other trainers
-        let plain =
-            [("weight", 1.0), ("margin", 0.0)].iter().any(|(k, x)| k == key && value.as_f64() == Some(*x));
+        let plain = matches!((key.as_str(), value.as_f64()), ("weight", Some(1.0)) | ("margin", Some(0.0)));
         if let Some(why) = refused((schema, scores), key).filter(|_| !plain) {
             return Err(why);
         }

@@ -1,7 +1,7 @@
 //! Notes on usable rows: text lost or changed by the template, and unread keys. Counted by kind, reported
 //! once per kind.
 
-use ft_base::error::Place;
+use ft_base::error::Location;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -94,7 +94,7 @@ const KINDS: usize = 40;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Notes {
     /// Kinds in ascending order, with the number of rows.
-    kinds: Vec<(Note, usize, Place)>,
+    kinds: Vec<(Note, usize, Location)>,
     /// Number of notes beyond the maximum.
     more: usize,
 }
@@ -107,18 +107,18 @@ impl Notes {
     }
 
     /// All recorded places, for updating file names.
-    pub(crate) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+    pub(crate) fn places(&mut self) -> impl Iterator<Item = &mut Location> {
         self.kinds.iter_mut().map(|(_, _, place)| place)
     }
 
     /// Counts the notes of a row, at most once per kind.
-    pub(crate) fn add(&mut self, place: &Place, mut notes: Vec<Note>) {
+    pub(crate) fn add(&mut self, place: &Location, mut notes: Vec<Note>) {
         notes.sort();
         notes.dedup();
         notes.iter().for_each(|note| self.count(note, 1, place));
     }
 
-    fn count(&mut self, note: &Note, rows: usize, first: &Place) {
+    fn count(&mut self, note: &Note, rows: usize, first: &Location) {
         match self.kinds.binary_search_by(|kind| kind.0.cmp(note)) {
             Ok(i) => self.kinds[i].1 += rows,
             Err(_) if self.kinds.len() >= KINDS => self.more += rows,
@@ -133,7 +133,7 @@ impl Notes {
 
     /// One sentence per kind, with the place of the first row.
     pub fn told(&self) -> Vec<String> {
-        let told = |(note, rows, first): &(Note, usize, Place)| {
+        let told = |(note, rows, first): &(Note, usize, Location)| {
             let text = note.told(*rows);
             let (text, hint) = text.split_once('\n').map_or((text.as_str(), None), |(t, h)| (t, Some(h)));
             let first = if *rows == 1 { format!("({first})") } else { format!("(the first: {first})") };
@@ -143,7 +143,7 @@ impl Notes {
             }
         };
         let more = (self.more > 0).then(|| format!("{} more such keys or markers are not shown", self.more));
-        let is_key = |kind: &&(Note, usize, Place)| matches!(kind.0, Note::RowKey { .. });
+        let is_key = |kind: &&(Note, usize, Location)| matches!(kind.0, Note::RowKey { .. });
         let has = |label| self.kinds.iter().any(|kind| kind.0 == Note::Rated(label));
         let both = has(true) && has(false);
         let is_told = |kind: &&_| !(is_key(kind) || both && matches!(kind.0, Note::Rated(_)));
@@ -158,7 +158,7 @@ impl Notes {
     }
 
     /// One sentence about several unread keys.
-    fn told_keys(keys: &[&(Note, usize, Place)], first: &Place) -> String {
+    fn told_keys(keys: &[&(Note, usize, Location)], first: &Location) -> String {
         let names: Vec<String> = keys.iter().filter_map(|(note, ..)| note.row_key()).collect();
         let rows = keys.iter().map(|k| k.1).max().unwrap_or_default();
         let s = if rows == 1 { "1 row".into() } else { format!("{rows} rows") };

@@ -267,13 +267,41 @@ impl Schema {
     }
 }
 
-/// The prompt of two texts without one: up to the last answer that begins in both, else all that is common,
-/// without a space at the end, as TRL has it.
+/// The prompt of two texts without one: up to the last answer that begins in both, else all that is common. As in TRL,
+/// each text keeps a character, and a space before the difference.
 fn common<'a>(a: &'a str, b: &str) -> &'a str {
     let same: usize = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
-    let shared = &a[..same];
+    let differ = same < a.len().min(b.len());
+    let last = a[..same].chars().next_back().filter(|_| !differ).map_or(0, char::len_utf8);
+    let shared = &a[..same - last];
     match shared.rfind(ANSWER) {
         Some(at) => &shared[..at + ANSWER.len()],
-        None => shared.strip_suffix(' ').unwrap_or(shared),
+        None if differ => shared.strip_suffix(' ').unwrap_or(shared),
+        None => shared,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Results of `extract_prompt` of TRL 1.16, but for dialogues.
+    #[test]
+    fn each_text_of_a_pair_keeps_a_character() {
+        for (a, b, prompt) in [
+            ("Hello", "Hello world", "Hell"),
+            ("Hello world", "Hello", "Hell"),
+            ("Say é", "Say é", "Say "),
+            ("Is it a", "Is it b", "Is it"),
+            ("Is  a", "Is  b", "Is "),
+            ("a", "ab", ""),
+            (
+                "\n\nHuman: Hi\n\nAssistant: a",
+                "\n\nHuman: Hi\n\nAssistant: ab",
+                "\n\nHuman: Hi\n\nAssistant:",
+            ),
+        ] {
+            assert_eq!(common(a, b), prompt, "{a:?} {b:?}");
+        }
     }
 }

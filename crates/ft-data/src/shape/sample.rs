@@ -6,7 +6,7 @@ use super::keys::{of_row, says_nothing};
 use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
-use super::teacher::Taught;
+use super::teacher::TeacherLogits;
 use super::values::{brief, kind, missing};
 use ft_recipe::{Format, Mask, ScoreTargets};
 use serde_json::{Map, Value};
@@ -18,7 +18,7 @@ pub(crate) enum Sample {
     /// Texts followed by an end-of-sequence token, supervised from a byte offset.
     Text(Vec<(String, usize)>),
     /// Token ids; weights or none; values of a teacher.
-    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32>, teacher: Option<Taught> },
+    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32>, teacher: Option<TeacherLogits> },
     /// A text as it is, without an end-of-sequence token.
     Plain(String),
     /// A prompt, and the prompt with a completion.
@@ -86,7 +86,7 @@ impl Schema {
         }
         self.attends(row, ids.len())?;
         let weights = self.weights(row, ids.len())?;
-        let teacher = self.taught(row, ids.len())?;
+        let teacher = self.teacher_logits(row, ids.len())?;
         Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights, teacher })
     }
 

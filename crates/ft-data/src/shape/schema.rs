@@ -79,25 +79,7 @@ impl Schema {
 
     /// Whether a field, as named in the file, contains a list or object instead of text.
     pub(crate) fn holds_json(&self, field: &str) -> bool {
-        let lists: &[&str] = match self.format {
-            Format::Messages => &["messages", "conversations", "conversation", "tools"],
-            Format::Alpaca => &["history", "tools"],
-            Format::Tokens => &[
-                "input_ids",
-                "labels",
-                "attention_mask",
-                "weights",
-                "teacher_ids",
-                "teacher_logits",
-                "teacher",
-            ],
-            Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
-            Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
-            Format::Completion => &["tools"],
-            Format::Labeled => &["messages", "conversations", "conversation", "input_ids", "tools"],
-            Format::Text => &[],
-        };
-        lists.iter().any(|name| self.name(name) == field)
+        self.format.json_keys().any(|name| self.name(name) == field)
     }
 
     /// Whether a field, as named in the file, is read.

@@ -7,7 +7,7 @@ use super::values::{brief, kind};
 use serde_json::{Map, Value};
 
 /// Values of a teacher in a row.
-pub(crate) struct Taught {
+pub(crate) struct TeacherLogits {
     /// For each token, ids and unnormalized log-probabilities of the next token.
     pub values: Vec<Vec<(u32, f32)>>,
     /// Identity of teacher and tokenizer, as JSON.
@@ -17,7 +17,11 @@ pub(crate) struct Taught {
 impl Schema {
     /// The values of a teacher, if the row has any: `teacher_ids` and `teacher_logits`, a list per token of the row
     /// (empty for tokens without a prediction), and `teacher`, the identity of the teacher.
-    pub(super) fn taught(&self, row: &Map<String, Value>, tokens: usize) -> Result<Option<Taught>, String> {
+    pub(super) fn teacher_logits(
+        &self,
+        row: &Map<String, Value>,
+        tokens: usize,
+    ) -> Result<Option<TeacherLogits>, String> {
         let [ids, logits] = ["teacher_ids", "teacher_logits"].map(|name| self.name(name));
         let given = |name: &str| row.get(name).filter(|v| !says_nothing(v));
         let (all_ids, all_logits) = match (given(ids), given(logits)) {
@@ -35,7 +39,7 @@ impl Schema {
         if let Some(other) = by.filter(|by| !by.is_object()) {
             return Err(format!("{}: expected an object, found {}", self.name("teacher"), kind(other)));
         }
-        Ok(Some(Taught { values, by: by.map(Value::to_string) }))
+        Ok(Some(TeacherLogits { values, by: by.map(Value::to_string) }))
     }
 }
 

@@ -97,7 +97,7 @@ fn kept_tokens_make_the_data_that_reading_makes() {
 
 /// The cache verifies tokens before use, and replaces damaged files.
 #[test]
-fn damage_is_told_and_made_anew() {
+fn damaged_cache_files_are_named_and_rewritten() {
     let files = world();
     let resolve = |s: &str| files.0.path().join(s);
     let cfg = of(&[source("a.jsonl", Format::Tokens)], &data(64));
@@ -137,7 +137,7 @@ fn damage_is_told_and_made_anew() {
 }
 
 #[test]
-fn places_have_the_names_that_the_files_have_now() {
+fn cached_places_have_the_current_names_of_files() {
     let files = world();
     let cache = tempfile::tempdir().unwrap();
     let cfg = ft_recipe::Data {
@@ -239,7 +239,7 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_changes_the_tokens_ends_them() -> anyhow::Result<()> {
+fn changed_inputs_invalidate_the_token_cache() -> anyhow::Result<()> {
     let (files, cache) = (world(), tempfile::tempdir()?);
     let dir = files.0.path();
     let r = plan_recipe(dir, &[])?;

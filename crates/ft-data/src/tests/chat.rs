@@ -171,7 +171,7 @@ fn qwen3_without_thinking_supervises_what_the_model_would_write() {
 }
 
 #[test]
-fn a_conversation_that_the_assistant_opens() {
+fn a_conversation_may_begin_with_the_assistant() {
     for template in ["chat/Qwen-Qwen2.5-7B-Instruct.jinja", "chat/Qwen-Qwen3-0.6B.jinja"] {
         let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture(template))).unwrap().unwrap();
         let messages = json!([
@@ -268,7 +268,7 @@ fn a_template_that_hides_the_turns_is_an_error() {
 }
 
 #[test]
-fn templates_end_and_name_their_line() {
+fn errors_of_templates_name_their_line() {
     let messages = json!([{"role": "user", "content": "q"}]);
     for (template, line, why) in [
         (
@@ -307,7 +307,7 @@ fn json_in_templates_is_spelled_as_python_does() {
 }
 
 #[test]
-fn where_a_template_is_found() {
+fn a_chat_template_is_found_in_each_of_its_places() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let messages = json!([]);
@@ -343,12 +343,23 @@ fn where_a_template_is_found() {
         let t = Tokenizer::load(dir.path(), Some(&at("t.jinja"))).unwrap().unwrap();
         assert_eq!(t.render(&messages, Some(&tools), false, &Map::new()).unwrap(), text);
     }
+    // an adapter's own template has its template for tools beside it; the model's goes with a copy
+    std::fs::create_dir_all(at("adapter/additional_chat_templates")).unwrap();
+    let given = at("adapter/chat_template.jinja");
+    let with_tools = |template: &str| {
+        std::fs::write(&given, template).unwrap();
+        let t = Tokenizer::load(dir.path(), Some(&given)).unwrap().unwrap();
+        t.render(&messages, Some(&tools), false, &Map::new()).unwrap()
+    };
+    assert_eq!(["own", "jinja"].map(with_tools), ["own", "more tools"]);
+    std::fs::write(at("adapter/additional_chat_templates/tool_use.jinja"), "own tools").unwrap();
+    assert_eq!(["own", "jinja"].map(with_tools), ["own tools"; 2]);
     std::fs::write(at("tokenizer.json"), "{").unwrap();
     assert_eq!(Tokenizer::load(dir.path(), None).err().unwrap().exit_code(), ft_base::ExitCode::Model);
 }
 
 #[test]
-fn ids_go_to_text_and_back() {
+fn texts_survive_encoding_and_decoding() {
     let t = tiny();
     let text = "Hello world é😀 <|im_end|>\n";
     let ids = t.encode(text).unwrap();

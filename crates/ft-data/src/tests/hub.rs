@@ -472,13 +472,44 @@ mod remote {
         assert!(gone.notes[0].contains("cannot reach the hub"), "{:?}", gone.notes);
         let error = get(&s, "test").unwrap_err().to_string();
         assert!(error.contains("in the cache") && error.contains("it has train"), "{error}");
-        fs::write(dir.join("README.md"), "---\nconfigs: [1\n---\n").unwrap();
-        assert!(get(&s, "train").unwrap_err().to_string().contains("README.md: line"));
+        fs::write(dir.join("README.md"), "---\nlicense: mit\nconfigs:\n- *x\n---\n").unwrap();
+        let error = get(&s, "train").unwrap_err().to_string();
+        assert!(error.contains("README.md: line 4: "), "{error}");
         fs::remove_file(dir.join("README.md")).unwrap();
         fs::remove_file(&shards[0]).unwrap();
         let error = get(&s, "train").unwrap_err();
         assert!(matches!(error, Error::NotCached { .. }), "{error}");
         assert!(error.to_string().contains("train-*-of-2"), "{error}");
+    }
+
+    /// The layout is of an earlier commit, which lacks a config and is gone later.
+    #[test]
+    fn a_layout_does_not_hide_a_later_commit_of_another_program() {
+        let hub = Hub::new(&[("rows/train-0.jsonl", b"{}\n")]);
+        let (home, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let online = settings(home.path(), &hub.endpoint);
+        let offline = Settings { offline: true, ..online.clone() };
+        let get = |s: &Settings, config| {
+            let name = DatasetName { id: "owner/name", revision: "main", config, split: Some("train") };
+            fetch_dataset_with(s, Some(kept.path()), name, false)
+        };
+        let first = get(&online, None).unwrap();
+        let error = get(&offline, Some("new")).unwrap_err().to_string();
+        assert!(error.contains("it has no config \"new\""), "{error}");
+        let folder = online.cache.join("datasets--owner--name");
+        let later = "89abcdef".repeat(5);
+        let dir = folder.join("snapshots").join(&later);
+        for inner in [&dir, &folder.join("refs")] {
+            fs::create_dir_all(inner).unwrap();
+        }
+        fs::write(folder.join("refs/main"), &later).unwrap();
+        fs::write(dir.join("a.jsonl"), "{}\n").unwrap();
+        let card = "---\nconfigs:\n- config_name: new\n  data_files: a.jsonl\n---\n";
+        fs::write(dir.join("README.md"), card).unwrap();
+        assert_eq!(get(&offline, Some("new")).unwrap().files, [dir.join("a.jsonl")]);
+        assert_eq!(get(&offline, None).unwrap(), first);
+        fs::remove_dir_all(folder.join("snapshots").join(COMMIT)).unwrap();
+        assert_eq!(get(&offline, None).unwrap().files, [dir.join("a.jsonl")]);
     }
 
     #[test]
@@ -517,6 +548,29 @@ mod remote {
         // from now on without a request
         hub.mood(Mood::Refuses(500, ""));
         assert_eq!(get(&online).dir, dir);
+    }
+
+    /// The cache was filled by a program that leaves no markers of absent files, on a machine without the network.
+    #[test]
+    fn a_pinned_commit_waits_once_for_a_hub_that_is_gone() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let connections = Arc::new(Mutex::new(0));
+        let counted = connections.clone();
+        // Connections are closed without an answer.
+        std::thread::spawn(move || listener.incoming().for_each(|_| *counted.lock().unwrap() += 1));
+        let home = tempfile::tempdir().unwrap();
+        let s = settings(home.path(), &endpoint);
+        let dir = s.cache.join("models--owner--name/snapshots").join(COMMIT);
+        fs::create_dir_all(&dir).unwrap();
+        for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+            fs::write(dir.join(name), "{}").unwrap();
+        }
+        for want in [Want::Tokenizer, Want::Weights] {
+            let found = fetch_model_with(&s, "owner/name", COMMIT, want, false).unwrap();
+            assert!(found.dir == dir && found.notes[0].contains("cannot reach the hub"), "{found:?}");
+            assert_eq!(*connections.lock().unwrap(), 1);
+        }
     }
 
     /// The cache was filled by a program that knows neither processors nor ft's files.

@@ -134,7 +134,7 @@ fn a_text_that_lost_something_is_a_bad_row() {
 }
 
 #[test]
-fn what_good_templates_do_is_no_bad_row() {
+fn normalization_by_published_templates_is_no_bad_row() {
     let (q, a) = (
         json!({"role": "user", "content": "  What?\n"}),
         json!({"role": "assistant", "content": "That.\n\n"}),

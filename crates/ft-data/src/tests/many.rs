@@ -129,7 +129,7 @@ fn orders_in_parts_hold_the_same_samples() {
     }
 }
 
-/// Bytes in memory, as listed by a plan and measured in a run (`tests/cli/plan.rs`).
+/// Bytes in memory, as listed by a plan and measured in a run (`tests/cli/plan/memory`).
 #[test]
 fn memory_does_not_grow_with_the_samples() {
     for n in [100_000, 150_000] {

@@ -14,7 +14,7 @@ mod rows;
 mod tables;
 
 use super::*;
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_recipe::{Form, Format, OnBadRow, OverLength, Part};
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
         encoding: None,
         fields: Default::default(),
         mask: None,
-        place: Place { file: "recipe.toml".into(), line: 7, column: 3 },
+        place: Location { file: "recipe.toml".into(), line: 7, column: 3 },
         fetched: Vec::new(),
     }
 }

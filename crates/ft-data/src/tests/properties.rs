@@ -161,7 +161,7 @@ proptest! {
 }
 
 #[test]
-fn fractions_of_epochs_and_edges() {
+fn fractional_epochs_round_to_steps_and_wrap_around() {
     let steps =
         |rows, epochs, batch| Batches::new(rows, &run(Length::Epochs(epochs), batch, 0), true).steps();
     assert_eq!([steps(10, 0.5, 2), steps(10, 1.25, 4), steps(10, 0.001, 4), steps(0, 1.0, 4)], [3, 4, 1, 0]);
@@ -191,7 +191,7 @@ fn packing_a_million_samples_is_dense() {
 }
 
 #[test]
-fn lengths_by_nearest_rank() {
+fn percentiles_of_lengths_are_by_nearest_rank() {
     let of = |all: Vec<usize>| all.into_iter().collect::<Counts>().lengths();
     let l = of((1..=100).rev().collect());
     assert_eq!(l, Lengths { min: 1, median: 50, p95: 95, max: 100 });

@@ -18,7 +18,7 @@ fn one(row: serde_json::Value, source: ft_recipe::Source, cfg: &ft_recipe::Data)
 }
 
 #[test]
-fn what_each_format_supervises() {
+fn each_format_has_its_supervised_tokens() {
     let cfg = data(500);
     let t = tiny();
     for (row, format, mask, text, trained) in [
@@ -343,7 +343,7 @@ fn tokens_are_taken_as_they_are() {
 }
 
 #[test]
-fn fields_rename() {
+fn fields_rename_keys_of_rows() {
     let mut s = source("a.jsonl", Format::Completion);
     s.fields = [("prompt".to_string(), "q".to_string()), ("completion".to_string(), "a".to_string())].into();
     assert_eq!(
@@ -560,7 +560,7 @@ fn nulls_and_large_weights_are_told_as_such() {
 }
 
 #[test]
-fn what_is_not_built_or_not_there_is_named() {
+fn unsupported_and_missing_sources_are_named() {
     let files =
         Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.md", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
     let parquet =

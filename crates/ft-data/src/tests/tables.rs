@@ -168,7 +168,7 @@ fn broken_tables_say_where() {
 
 /// Lines are counted as in an editor, for any line ending and for blank lines.
 #[test]
-fn rows_of_tables_stand_where_they_begin() {
+fn rows_of_tables_have_the_line_where_they_begin() {
     let lines = |text: &str| {
         let files = Files::new(&[("a.csv", text)]);
         let any = Schema::of_any(&source("a.csv", Format::Text)).unwrap();
@@ -290,7 +290,7 @@ fn json_files_of_one_object_a_line_are_json_lines() {
 
 /// A truncated compressed file is an error, not a shorter dataset.
 #[test]
-fn cut_files_are_told() {
+fn truncated_compressed_files_are_errors() {
     for (name, format) in [
         ("messages.jsonl.gz", Format::Messages),
         ("messages.jsonl.zst", Format::Messages),

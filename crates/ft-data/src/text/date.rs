@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn known_moments() {
+    fn dates_of_known_moments_are_formatted() {
         // `date -u -d @1721952000`: Fri Jul 26 00:00:00 UTC 2024
         assert_eq!(text(1_721_952_000, "%d %b %Y").as_deref(), Ok("26 Jul 2024"));
         assert_eq!(text(1_721_952_000, "%A, %B %-d, %I %p %j").as_deref(), Ok("Friday, July 26, 12 AM 208"));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_day_is_seen_in_a_template() {
+    fn templates_with_the_time_of_day_are_recognized() {
         for directive in ["-H:%M", "T", "X", "c", "s", "S", "p", "r", "R", "k", "f", "I", "F %T", "Q", "E"] {
             let template = format!("{{% set d = strftime_now('%{directive}') %}}");
             assert_eq!(changes(&template), Changes::Always, "{directive}");

@@ -118,7 +118,7 @@ mod tests {
 
     /// The characters of a missing string occur in the text, but elsewhere.
     #[test]
-    fn what_stands_elsewhere_proves_nothing() {
+    fn a_string_found_elsewhere_in_the_text_counts_as_missing() {
         let asked = rows(&[("user", Q), ("assistant", A)]);
         let twice = rows(&[("user", Q), ("assistant", A), ("user", Q), ("assistant", A)]);
         for (other, row, path) in [

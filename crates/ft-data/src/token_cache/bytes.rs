@@ -274,7 +274,7 @@ mod tests {
     proptest! {
         /// Lists round-trip for any spill threshold and any access order.
         #[test]
-        fn lists_come_back(
+        fn spooled_lists_are_read_back_as_written(
             numbers in prop::collection::vec(any::<u32>(), 1..30_000), few in 1usize..200_000,
             jumps in prop::collection::vec((any::<prop::sample::Index>(), 1usize..600), 0..20),
         ) {

@@ -15,7 +15,7 @@ use super::stats::SourceStats;
 use crate::read::files::kind;
 use crate::shape::schema::Schema;
 use crate::tokenize::model_key::ModelKey;
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_base::store::hash::{self, KnownHash};
 use ft_base::store::{self, AtomicFile};
 use ft_base::terminal::{tell, warn};
@@ -193,7 +193,7 @@ impl<'a> CacheEntry<'a> {
         // data files may have been renamed
         let now: BTreeMap<&String, String> =
             parsed.files.iter().zip(self.key.files).map(|(was, f)| (was, f.display().to_string())).collect();
-        for Place { file, .. } in found.places() {
+        for Location { file, .. } in found.places() {
             if let Some(name) = now.get(file) {
                 file.clone_from(name);
             }
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_used_for_longest_goes_whole() {
+    fn the_least_recently_used_entry_is_removed_whole() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, age: u64| {
             let path = dir.path().join(name);

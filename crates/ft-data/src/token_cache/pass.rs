@@ -7,7 +7,7 @@ use crate::error::{Error, Others, Problem, Problems};
 use crate::read::{detect::shape_of, reader::Rows, row::RawRow};
 use crate::shape::values::MISSING;
 use crate::tokenize::encode::{EncodedRow, Encoder};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_base::store;
 use ft_recipe::{Format, OnBadRow, Source};
 use indicatif::ProgressBar;
@@ -88,7 +88,7 @@ impl<'a> SourcePass<'a> {
             return Err(Error::Empty { file: name.into(), message }.into());
         }
         if self.writer.count == 0 && self.clean {
-            let last = |(place, why): &(Place, String)| format!("; the last: {place}: {why}");
+            let last = |(place, why): &(Location, String)| format!("; the last: {place}: {why}");
             let last = self.found.left_out.last().map(last).unwrap_or_default();
             let message = format!("none of its {} rows can be trained on{last}", self.found.rows_read);
             return Err(Error::Empty { file: name.into(), message }.into());
@@ -116,7 +116,7 @@ impl<'a> SourcePass<'a> {
 
     fn file(&mut self, path: &Path) -> Result<(), PassError> {
         let name = path.display().to_string();
-        let at = |(line, column)| Place { file: name.clone(), line, column };
+        let at = |(line, column)| Location { file: name.clone(), line, column };
         let mut rows = Rows::open(path, self.encoder.schema)?;
         let mut any = false;
         loop {
@@ -151,7 +151,7 @@ impl<'a> SourcePass<'a> {
                     Ok(made) => {
                         self.found.truncated += usize::from(made.cut);
                         self.found.whole.add(made.whole, 1);
-                        made.teacher.into_iter().for_each(|by| self.found.taught(by));
+                        made.teacher.into_iter().for_each(|by| self.found.add_teacher(by));
                         if !made.notes.is_empty() {
                             self.found.notes.add(&at(place), made.notes);
                         }
@@ -186,7 +186,7 @@ impl<'a> SourcePass<'a> {
     }
 
     /// Counts a dropped row, or returns it as an error.
-    fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
+    fn left_out(&mut self, place: Location, problem: Problem) -> Result<(), Error> {
         let (data, drops) = (self.encoder.data, &mut self.found.drops);
         // Drops requested by the recipe are not errors; masks emptied by truncation are only counted.
         let (count, asked) = match &problem {

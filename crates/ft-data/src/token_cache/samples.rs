@@ -94,8 +94,8 @@ impl TokenStore {
         let weighted = if entry.has_weights() { n } else { 0 };
         let weights = rest.by_ref().take(weighted).map(f32::from_bits).collect();
         let kept = entry.kept() as usize;
-        let taught = rest.by_ref().take(kept * entry.targets as usize).collect();
-        let teacher = Teacher { kept, ids: taught, logits: rest.map(f32::from_bits).collect() };
+        let teacher_ids = rest.by_ref().take(kept * entry.targets as usize).collect();
+        let teacher = Teacher { kept, ids: teacher_ids, logits: rest.map(f32::from_bits).collect() };
         let (content, scored) = (entry.content(), entry.is_scored());
         Ok(Example { ids, labels, weights, teacher, content, scored, source, line: line as usize })
     }
@@ -468,7 +468,7 @@ mod tests {
         /// Samples round-trip: labels equal to ids, no labels, other labels, 32-bit ids, weights, teachers, pairs,
         /// ratings.
         #[test]
-        fn samples_come_back(
+        fn cached_samples_are_read_back_as_written(
             rows in prop::collection::vec(
                 (prop::collection::vec((any::<u32>(), 0..4u8), 1..20), 0usize..3, any::<u16>()), 0..30),
         ) {

@@ -2,7 +2,7 @@
 
 use super::record::saturating_u32;
 use crate::shape::notes::Notes;
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_recipe::OverLength;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -172,7 +172,7 @@ pub(crate) struct SourceStats {
     pub truncated: usize,
     pub whole: Counts,
     /// The first few dropped rows, with reason.
-    pub left_out: Vec<(Place, String)>,
+    pub left_out: Vec<(Location, String)>,
     pub notes: Notes,
     /// Identities of teachers, as JSON, up to a small limit.
     pub teachers: BTreeSet<String>,
@@ -180,14 +180,14 @@ pub(crate) struct SourceStats {
 
 impl SourceStats {
     /// Records a dropped row, up to a small limit.
-    pub fn show(&mut self, place: &Place, why: &str) {
+    pub fn show(&mut self, place: &Location, why: &str) {
         if self.left_out.len() < SHOWN {
             self.left_out.push((place.clone(), why.lines().next().unwrap_or_default().to_string()));
         }
     }
 
     /// Records the identity of a teacher.
-    pub fn taught(&mut self, by: String) {
+    pub fn add_teacher(&mut self, by: String) {
         if self.teachers.len() < SHOWN {
             self.teachers.insert(by);
         }
@@ -199,7 +199,7 @@ impl SourceStats {
     }
 
     /// All recorded places, for updating file names.
-    pub fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+    pub fn places(&mut self) -> impl Iterator<Item = &mut Location> {
         self.left_out.iter_mut().map(|(place, _)| place).chain(self.notes.places())
     }
 }

@@ -10,7 +10,7 @@ use crate::shape::{
     notes::Note,
     sample::Sample,
     schema::Schema,
-    teacher::Taught,
+    teacher::TeacherLogits,
 };
 use ft_recipe::{Mask, OverLength, ScoreTargets};
 use std::ops::Range;
@@ -51,7 +51,7 @@ struct Tokens {
     /// Weights of the labels; empty for weights of 1.
     weights: Vec<f32>,
     /// Values of a teacher at each token.
-    teacher: Option<Taught>,
+    teacher: Option<TeacherLogits>,
     /// Number of tokens, including the rest.
     total: usize,
     /// Whether the rest contains a supervised token.
@@ -287,7 +287,7 @@ impl Encoder<'_> {
 
 impl Encoder<'_> {
     /// Refuses values of a teacher with a larger vocabulary.
-    fn check_teacher(&self, teacher: Option<&Taught>) -> Result<(), String> {
+    fn check_teacher(&self, teacher: Option<&TeacherLogits>) -> Result<(), String> {
         let size = self.vocab_size;
         let all = teacher.into_iter().flat_map(|t| t.values.iter().enumerate());
         match all

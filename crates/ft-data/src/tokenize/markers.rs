@@ -126,7 +126,7 @@ mod tests {
     const PATTERN: &str = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?(?:s|bos|eos|sop|eop|pad|unk|start_of_[a-z]+|end_of_[a-z]+|[a-z]+_start|[a-z]+_end|extra_id_[0-9]+)>|\[/?[A-Z][A-Z_]{1,30}\]|\[gMASK\]";
 
     #[test]
-    fn markers_are_what_the_pattern_says() {
+    fn markers_are_found_as_by_the_regular_expression() {
         let regex = regex::Regex::new(PATTERN).unwrap();
         let parts = [
             "<|",

@@ -9,6 +9,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 const CONFIG: &str = "tokenizer_config.json";
+const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
 /// Template for conversations with tools, in a folder with `chat_template.jinja`.
 pub const TOOL_USE: &str = "additional_chat_templates/tool_use.jinja";
 
@@ -71,12 +72,13 @@ fn find_template(
     let utf8 = |path: &Path, bytes: Vec<u8>| {
         String::from_utf8(bytes).map_err(|_| Error::tokenizer(path, "not UTF-8"))
     };
-    let source = |path: &Path, bytes: Vec<u8>, own: bool| -> Result<TemplateSource, Error> {
-        let tool_use = if own { read(dir, TOOL_USE)? } else { None };
-        let tool_use = tool_use.map(|bytes| utf8(&dir.join(TOOL_USE), bytes)).transpose()?;
-        Ok(TemplateSource { origin: path.display().to_string(), default: utf8(path, bytes)?, tool_use })
-    };
-    const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
+    let source =
+        |path: &Path, bytes: Vec<u8>, folders: [Option<&Path>; 2]| -> Result<TemplateSource, Error> {
+            let mut folders = folders.into_iter().flatten();
+            let tool_use = folders.find_map(|dir| Some((dir, read(dir, TOOL_USE).transpose()?)));
+            let tool_use = tool_use.map(|(dir, bytes)| utf8(&dir.join(TOOL_USE), bytes?)).transpose()?;
+            Ok(TemplateSource { origin: path.display().to_string(), default: utf8(path, bytes)?, tool_use })
+        };
     if let Some(path) = given {
         let bytes = store::read_plain(path, store::LARGEST).map_err(|e| match e.kind() {
             ErrorKind::NotFound => {
@@ -84,17 +86,22 @@ fn find_template(
             }
             _ => Error::tokenizer(path, format!("cannot be read: {e}")),
         })?;
-        // an adapter has a copy of the model's template
-        let own = read(dir, TEMPLATES[0])?.is_some_and(|own| own == bytes);
-        return source(path, bytes, own).map(Some);
+        // an adapter has a template for tools beside its own, or a copy of the model's template
+        let is_own = read(dir, TEMPLATES[0])?.is_some_and(|own| own == bytes);
+        return source(path, bytes, [folder_of_template(path), is_own.then_some(dir)]).map(Some);
     }
     if let Some(bytes) = read(dir, TEMPLATES[0])? {
-        return source(&dir.join(TEMPLATES[0]), bytes, true).map(Some);
+        return source(&dir.join(TEMPLATES[0]), bytes, [Some(dir), None]).map(Some);
     }
     if let Some(t) = template_key(&read_object(dir, TEMPLATES[1])?, &dir.join(TEMPLATES[1]))? {
         return Ok(Some(t));
     }
     template_key(config, &dir.join(CONFIG))
+}
+
+/// The folder of a given template that may have [`TOOL_USE`] too: that of a model or adapter, by the name of the file.
+pub(super) fn folder_of_template(given: &Path) -> Option<&Path> {
+    given.file_name().is_some_and(|name| name == TEMPLATES[0]).then(|| store::folder_of(given))
 }
 
 /// Reads the key `chat_template`: a template, or a list of named templates.

@@ -1,6 +1,6 @@
 //! Cache key of a model folder.
 
-use super::model_files::TOOL_USE;
+use super::model_files::{TOOL_USE, folder_of_template};
 use crate::text::date::{self, Changes};
 use ft_base::store;
 use serde_json::json;
@@ -27,12 +27,16 @@ pub(crate) struct ModelKey {
 }
 
 impl ModelKey {
-    /// Hashes model folder `dir` and an explicit template; `None` if a template may render the time of day.
+    /// Hashes model folder `dir` and an explicit template, with the one for tools beside it; `None` if a template may
+    /// render the time of day.
     pub fn of(dir: &Path, template: Option<&Path>) -> Option<Self> {
         let (mut h, mut dated) = (blake3::Hasher::new(), false);
         let own = TOKENIZER.iter().map(|f| (*f, store::read_inside(dir, f, store::LARGEST).ok()));
         let given = template.map(|path| ("", store::read_plain(path, store::LARGEST).ok()));
-        for (name, bytes) in own.chain(given) {
+        let beside = template.and_then(folder_of_template);
+        let tools =
+            beside.map(|folder| (TOOL_USE, store::read_inside(folder, TOOL_USE, store::LARGEST).ok()));
+        for (name, bytes) in own.chain(given).chain(tools) {
             match bytes {
                 Some(bytes) => {
                     // the largest file; contains no template
@@ -94,5 +98,17 @@ mod tests {
         let given = dir.path().join("other.jinja");
         std::fs::write(&given, "{{ strftime_now('%H') }}").unwrap();
         assert_eq!(ModelKey::of(dir.path(), Some(&given)), None);
+    }
+
+    #[test]
+    fn the_template_for_tools_beside_a_given_one_is_part_of_the_key() {
+        let [model, adapter] = [(), ()].map(|()| tempfile::tempdir().unwrap());
+        let given = adapter.path().join("chat_template.jinja");
+        std::fs::write(&given, "{{ messages }}").unwrap();
+        let key = || ModelKey::of(model.path(), Some(&given));
+        let without = key();
+        std::fs::create_dir(adapter.path().join("additional_chat_templates")).unwrap();
+        std::fs::write(adapter.path().join(TOOL_USE), "{{ tools }}").unwrap();
+        assert_ne!(key(), without);
     }
 }

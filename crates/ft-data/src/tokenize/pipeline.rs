@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_without_bounds_are_refused() {
+    fn tokenizer_parts_that_grow_without_bound_are_refused() {
         let replace =
             |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
         let split =
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_stand_before_what_is_between_letters() {
+    fn texts_are_cut_before_separators_of_letters() {
         assert_eq!(cut("ab  cd ef", 0), Some(6));
         assert_eq!(cut("ab.\ncd\nef", 0), Some(6));
         assert_eq!(cut("ab cd", 3), None);

@@ -1,6 +1,6 @@
 //! Prompt format of a trained model, so that inference prompts match the training text.
 
-use super::model_files::TOOL_USE;
+use super::model_files::{TOOL_USE, TemplateSource};
 use super::tokenizer::Tokenizer;
 use crate::error::Error;
 use crate::shape::alpaca::alpaca_prompt;
@@ -128,13 +128,15 @@ impl PromptConfig {
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub fn save(&self, dir: &Path, chat_template: Option<&str>) -> Result<(), store::Error> {
+    pub fn save(&self, dir: &Path, chat_template: Option<&TemplateSource>) -> Result<(), store::Error> {
         let text = serde_json::to_string_pretty(self).unwrap_or_default() + "\n";
         store::write_atomic(&dir.join(FILE), text.as_bytes())?;
-        match chat_template.filter(|_| self.form == PromptFormat::Chat) {
-            Some(template) => write_template(dir, template.as_bytes()),
-            None => Ok(()),
-        }
+        let Some(template) = chat_template.filter(|_| self.form == PromptFormat::Chat) else { return Ok(()) };
+        write_template(dir, template.default.as_bytes())?;
+        template
+            .tool_use
+            .iter()
+            .try_for_each(|text| store::write_atomic(&dir.join(TOOL_USE), text.as_bytes()))
     }
 
     /// Reads the prompt format from a folder; `None` if absent.
@@ -189,17 +191,24 @@ mod tests {
             std::fs::write(dir.join(TEMPLATE), "{{ a }}")?;
         }
         let trained = PromptConfig { form: PromptFormat::Chat, also: Vec::new(), template: Map::new() };
-        trained.save(from, Some("{{ a }}"))?;
+        let given = |text: &str, tools: Option<&str>| TemplateSource {
+            origin: String::new(),
+            default: text.into(),
+            tool_use: tools.map(String::from),
+        };
+        trained.save(from, Some(&given("{{ a }}", None)))?;
         PromptConfig::copy(from, to)?;
         assert_eq!(std::fs::read_to_string(to.join(TOOL_USE))?, from.display().to_string());
         // An adapter may lack the template for tools of its base.
         std::fs::remove_file(from.join(TOOL_USE))?;
         PromptConfig::copy(from, to)?;
         assert!(to.join(TOOL_USE).exists());
-        trained.save(from, Some("{{ messages }}"))?;
+        trained.save(from, Some(&given("{{ messages }}", None)))?;
         PromptConfig::copy(from, to)?;
         assert_eq!(std::fs::read_to_string(to.join(TEMPLATE))?, "{{ messages }}");
         assert!(!to.join(TOOL_USE).exists());
+        trained.save(from, Some(&given("{{ messages }}", Some("{{ tools }}"))))?;
+        assert_eq!(std::fs::read_to_string(from.join(TOOL_USE))?, "{{ tools }}");
         Ok(())
     }
 }

@@ -36,8 +36,8 @@ pub struct Tokenizer {
     path: PathBuf,
     /// Whether a text can be tokenized in pieces.
     can_cut: bool,
-    /// The text of an explicitly given template file.
-    given: Option<String>,
+    /// An explicitly given template.
+    given: Option<TemplateSource>,
     /// Ids of all added tokens, ascending.
     added: Vec<u32>,
     /// `tokenizer.json` extended by new tokens, if any.
@@ -125,7 +125,7 @@ impl Tokenizer {
         let template_hash = source.as_ref().map(hash_of);
         let template = |s: &TemplateSource| Template::new(&s.origin, &s.default, s.tool_use.as_deref());
         let template = source.as_ref().map(template).transpose()?;
-        let given = source.filter(|_| chat_template.is_some()).map(|s| s.default);
+        let given = source.filter(|_| chat_template.is_some());
 
         let named = specials.get("eos_token").and_then(|t| inner.token_to_id(t.as_str()?));
         // Plain texts end with the tokenizer's own EOS; the model's list may start with an end-of-turn
@@ -311,8 +311,8 @@ impl Tokenizer {
     }
 
     /// The chat template, if given explicitly instead of the model's own.
-    pub fn given_template(&self) -> Option<&str> {
-        self.given.as_deref()
+    pub fn given_template(&self) -> Option<&TemplateSource> {
+        self.given.as_ref()
     }
 
     /// Whether a chat template is available.

@@ -88,7 +88,7 @@ fn a_tied_head_and_embedding_are_one_tensor() -> Result<()> {
 }
 
 #[test]
-fn everything_in_full_is_a_model() -> Result<()> {
+fn a_rule_in_full_for_all_names_trains_every_parameter() -> Result<()> {
     for tied in [true, false] {
         let c = config(json!({"tie_word_embeddings": tied, "attention_bias": true}))?;
         let s = select(&c, "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"")?;
@@ -237,8 +237,21 @@ fn adapter_configs_round_trip() -> Result<()> {
     Ok(())
 }
 
+/// PyTorch's `padding_idx`; a tied table's row trains as the head's.
 #[test]
-fn pefts_selection_keys() -> Result<()> {
+fn the_padding_token_in_an_untied_embedding_is_noted() -> Result<()> {
+    for (tied, tokens, noted) in [(false, "[7, 5]", true), (false, "[7]", false), (true, "[7, 5]", false)] {
+        let c = config(json!({"pad_token_id": 5, "tie_word_embeddings": tied}))?;
+        let mut s = select(&c, &format!("[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens}"))?;
+        s.look_up(&c, None)?;
+        assert_eq!(s.notes.len(), usize::from(noted), "{tied}, {tokens}: {:?}", s.notes);
+        assert!(!noted || s.notes[0].contains("train.0: tokens: 5 is the padding token"), "{:?}", s.notes);
+    }
+    Ok(())
+}
+
+#[test]
+fn selection_keys_of_peft_choose_its_modules() -> Result<()> {
     let c = config(json!({}))?;
     let count =
         |extra: Value| -> Result<usize> { Ok(Selection::from_peft(&c, &peft(extra)?)?.trained().len() / 2) };
@@ -269,7 +282,7 @@ fn pefts_selection_keys() -> Result<()> {
 /// Every key of PEFT's LoraConfig with the value PEFT writes when off, and values without effect on the
 /// numbers.
 #[test]
-fn what_changes_no_number_is_taken() -> Result<()> {
+fn peft_keys_without_effect_on_numbers_are_accepted() -> Result<()> {
     for extra in [
         json!({"alora_invocation_tokens": null, "arrow_config": null, "kasa_config": null, "use_bdlora": null,
                "velora_config": null, "monteclora_config": null, "megatron_config": {}, "megatron_core": "megatron.core",
@@ -296,7 +309,7 @@ fn what_changes_no_number_is_taken() -> Result<()> {
 /// A plain list applies to the embedding, an object lists modules. Tied heads and modules trained otherwise
 /// are refused.
 #[test]
-fn rows_of_an_adapter() -> Result<()> {
+fn token_rows_of_a_peft_adapter_are_selected() -> Result<()> {
     let names = |tied: bool, extra: Value| -> Result<Vec<String>> {
         let s = Selection::from_peft(&config(json!({ "tie_word_embeddings": tied }))?, &peft(extra)?)?;
         Ok(names(&s).into_iter().filter(|n| !n.contains("self_attn")).collect())
@@ -429,7 +442,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
 
 /// The first matching pattern wins, whether a full name or a regular expression.
 #[test]
-fn patterns_count_in_their_order() -> Result<()> {
+fn the_first_matching_pattern_wins() -> Result<()> {
     let name = "model.layers.1.self_attn.q_proj";
     for (patterns, want) in [
         (json!({"q_proj": 2, r"^model\.layers\.1\.self_attn\.q_proj": 3}), 2),
@@ -443,7 +456,7 @@ fn patterns_count_in_their_order() -> Result<()> {
 }
 
 #[test]
-fn an_empty_list_of_layers_is_all_and_exclude_has_no_words() -> Result<()> {
+fn empty_layers_and_exclude_keywords_of_peft_select_everything() -> Result<()> {
     let c = config(json!({}))?;
     for extra in [
         json!({"layers_to_transform": []}),
@@ -456,7 +469,7 @@ fn an_empty_list_of_layers_is_all_and_exclude_has_no_words() -> Result<()> {
 }
 
 #[test]
-fn what_a_rule_names_and_the_model_lacks_is_told() -> Result<()> {
+fn layers_and_experts_that_the_model_lacks_are_named() -> Result<()> {
     let dense = config(json!({}))?;
     let moe = config(
         json!({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),

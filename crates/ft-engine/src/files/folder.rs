@@ -9,14 +9,17 @@ use std::path::Path;
 /// Maximum size of a weight file in bytes, as in transformers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Files of a model folder in addition to config and weights, copied if present. The first five belong to
-/// models only, the rest to the tokenizer; tokenizer files are copied to adapters too.
-pub const COMPANIONS: &[&str] = &[
+/// Files of a model folder in addition to config, weights and tokenizer, copied if present.
+pub const MODEL_FILES: &[&str] = &[
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
     "ft.json",
     "generation_config.json",
+];
+
+/// Files of a tokenizer, copied if present, to adapters too.
+pub const TOKENIZER_FILES: &[&str] = &[
     "added_tokens.json",
     ft_data::TOOL_USE,
     "chat_template.jinja",
@@ -55,7 +58,7 @@ pub fn write_folder(
     }
     let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
     store::write_atomic(&out.join("config.json"), text.as_bytes())?;
-    for file in COMPANIONS {
+    for file in MODEL_FILES.iter().chain(TOKENIZER_FILES) {
         store::copy_inside(source, file, out)?;
     }
     write_sharded(out, "model", entries, SHARD_BYTES, get)?;

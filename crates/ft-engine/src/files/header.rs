@@ -187,7 +187,7 @@ pub mod tests {
     const TWO: &str = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}"#;
 
     #[test]
-    fn a_good_header_is_read() {
+    fn a_valid_header_is_read() {
         let header = read_bytes(&file_of(TWO, 9)).unwrap();
         assert_eq!(header.tensors.len(), 2);
         assert_eq!(header.metadata["format"], "pt");
@@ -195,7 +195,7 @@ pub mod tests {
     }
 
     #[test]
-    fn each_lie_is_named() {
+    fn contradictions_in_a_safetensors_header_are_named() {
         let one = |dtype: &str, shape: &str, offsets: &str| {
             format!(r#"{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
         };

@@ -11,9 +11,9 @@ mod write;
 #[cfg(test)]
 mod tests;
 
-pub use folder::{COMPANIONS, TOKENIZER, write_folder};
+pub use folder::{MODEL_FILES, TOKENIZER, TOKENIZER_FILES, write_folder};
 pub use ft_base::store::Error;
 pub use gguf::{GgufValue, write_gguf};
 pub use mxfp4::MXFP4_BLOCK;
-pub use read::{Cut, FileHash, TensorFiles, TensorInfo};
+pub use read::{FileHash, SplitTensor, TensorFiles, TensorInfo};
 pub use write::{SharedFile, write_file, write_sharded};

@@ -37,7 +37,7 @@ fn write_index(dir: &Path, map: &[(&str, &str)]) {
 }
 
 #[test]
-fn what_is_written_is_read_back_and_the_crate_agrees() {
+fn written_tensors_are_read_back_by_ft_and_by_safetensors() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("adapter_model.safetensors");
     let tensors = vec![

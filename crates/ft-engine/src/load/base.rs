@@ -76,7 +76,7 @@ impl Base {
     }
 
     /// Base with random weights: norms are one, biases zero, matrices normal with the config's
-    /// `initializer_range`.
+    /// `initializer_range`; tables are zero in the row of the padding token, as in transformers.
     pub fn random(config: Config, seed: u64) -> Self {
         Self { config, tensors: Tensors::Random(seed), nf4: false, seed, initials: None }
     }
@@ -398,8 +398,44 @@ fn random(
                 s.normals(start, part);
                 part.iter_mut().for_each(|x| *x *= std);
             });
+            if let (Kind::Embedding { dim, .. }, Some(pad)) = (m.kind, config.pad) {
+                let within = |at: usize| at.clamp(elements.start, elements.end) - elements.start;
+                let start = pad as usize * dim;
+                values[within(start)..within(start + dim)].fill(0.0);
+            }
             values
         }
     };
     Ok(Real::from_vec(values, n, &Device::Cpu)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::modules::Tree;
+
+    /// `init.zeros_(module.weight[module.padding_idx])` in transformers, for both tables of Gemma 4.
+    #[test]
+    fn random_tables_are_zero_in_the_row_of_the_padding_token() -> anyhow::Result<()> {
+        let case = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/families/gemma4/model");
+        let config = Config { pad: Some(3), ..Config::load(&case, &serde_json::Map::new())? };
+        let tree = Tree::of(&config);
+        let base = Base::random(config.clone(), 7);
+        let values = |m: &Module, range| -> ft_base::Result<Vec<f32>> {
+            Ok(base.part((m, 1), false, false, range, DType::F32, &Device::Cpu)?.to_vec1()?)
+        };
+        for m in [&tree.embedding, &tree.per_layer.as_ref().expect("per-layer inputs")[0]] {
+            let (all, d) = (values(m, 0..m.weight_values())?, m.cols());
+            for (id, row) in all.chunks(d).enumerate() {
+                assert_eq!(row.iter().all(|x| *x == 0.0), id == 3, "{}: row {id}", m.name);
+            }
+            // Ranks may split the row.
+            for part in [0..3 * d + 1, 3 * d + 1..4 * d - 1, 4 * d - 1..all.len(), 0..d, 5 * d..6 * d] {
+                assert_eq!(values(m, part.clone())?, all[part]);
+            }
+        }
+        let head = values(&tree.head, 3 * config.hidden..4 * config.hidden)?;
+        assert!(head.iter().all(|x| *x != 0.0));
+        Ok(())
+    }
 }

@@ -61,7 +61,7 @@ pub(super) fn tensors(config: &Config) -> Vec<Fused> {
 pub(super) fn open(config: &Config, files: &mut TensorFiles) -> Result<(), store::Error> {
     for fused in tensors(config) {
         if files.info(&fused.name).is_some_and(|i| i.shape == fused.shape) {
-            cut(files, &fused)?;
+            split(files, &fused)?;
         } else if let &[o, i] = fused.part.as_slice() {
             mxfp4(files, &fused, (o, i))?;
             if config.decodes_mxfp4 {
@@ -115,14 +115,14 @@ impl Fused {
     }
 }
 
-fn cut(files: &mut TensorFiles, fused: &Fused) -> Result<(), store::Error> {
+fn split(files: &mut TensorFiles, fused: &Fused) -> Result<(), store::Error> {
     let size: usize = fused.part.iter().product();
     let mut shape = fused.part.clone();
     if fused.transposed {
         shape.reverse();
     }
     let parts = fused.parts.iter().enumerate().map(|(e, name)| (name.clone(), e * size, shape.clone()));
-    files.cut(&fused.name, parts)?;
+    files.split(&fused.name, parts)?;
     if fused.transposed {
         fused.parts.iter().try_for_each(|part| files.transpose(part))?;
     }
@@ -141,7 +141,7 @@ fn mxfp4(files: &mut TensorFiles, fused: &Fused, (o, i): (usize, usize)) -> Resu
         let own = shape[1..].to_vec();
         let size: usize = own.iter().product();
         let part = |(e, part): (usize, &String)| (format!("{part}.{last}"), e * size, own.clone());
-        files.cut(&name, fused.parts.iter().enumerate().map(part))?;
+        files.split(&name, fused.parts.iter().enumerate().map(part))?;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! model in the layout that it was read in.
 
 use super::fused;
-use crate::files::{Cut, TensorFiles, write_folder};
+use crate::files::{SplitTensor, TensorFiles, write_folder};
 use crate::model::Config;
 use candle_core::{DType, Tensor};
 use ft_base::store::{self};
@@ -51,15 +51,15 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
                         (expert(i, up), (2 * i + 1) * f * d, vec![f, d]),
                     ]
                 });
-                files.cut(&whole, parts)?;
+                files.split(&whole, parts)?;
             }
             let whole = format!("{block}.experts.down_proj");
             if is(&files, &whole, &[e, d, f]) {
-                files.cut(&whole, (0..e).map(|i| (expert(i, down), i * d * f, vec![d, f])))?;
+                files.split(&whole, (0..e).map(|i| (expert(i, down), i * d * f, vec![d, f])))?;
             }
             let router = format!("{block}.gate.weight");
             if *block != own && is(&files, &router, &[e, d]) {
-                files.cut(&router, [(format!("{own}.gate.weight"), 0, vec![e, d])])?;
+                files.split(&router, [(format!("{own}.gate.weight"), 0, vec![e, d])])?;
             }
         }
     }
@@ -91,18 +91,18 @@ pub fn write(
         });
     };
     let joined = joined(files, &entries);
-    let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
+    let parts: HashSet<&String> = joined.values().flat_map(|(split, _)| &split.parts).collect();
     entries.retain(|(name, ..)| !parts.contains(name));
-    entries.extend(joined.values().map(|(cut, dtype)| (cut.name.clone(), *dtype, cut.shape.clone())));
+    entries.extend(joined.values().map(|(split, dtype)| (split.name.clone(), *dtype, split.shape.clone())));
     let apart: HashSet<&str> = files.names().filter(|n| model.passes(n)).collect();
     for name in &apart {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
     }
     write_folder(source, out, config, dtype, &entries, &mut |name| {
-        if let Some((cut, _)) = joined.get(name) {
+        if let Some((split, _)) = joined.get(name) {
             let flat = |part: &String| Ok(get(part)?.flatten_all()?);
-            let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
-            return Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?);
+            let parts = split.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
+            return Ok(Tensor::cat(&parts, 0)?.reshape(split.shape.as_slice())?);
         }
         match fused.get(name) {
             Some(fused) => fused.stack(get),
@@ -112,14 +112,15 @@ pub fn write(
     })
 }
 
-/// Cut tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4 bits.
-fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a Cut, DType)> {
+/// Split tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4
+/// bits.
+fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a SplitTensor, DType)> {
     let dtypes: HashMap<&str, DType> =
         entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
-    let whole = |cut: &'a Cut| {
-        let first = dtypes.get(cut.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
-        let alike = cut.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));
-        alike.then(|| (cut.name.clone(), (cut, *first)))
+    let whole = |split: &'a SplitTensor| {
+        let first = dtypes.get(split.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
+        let alike = split.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));
+        alike.then(|| (split.name.clone(), (split, *first)))
     };
-    files.cuts().iter().map(whole).collect::<Option<_>>().unwrap_or_default()
+    files.splits().iter().map(whole).collect::<Option<_>>().unwrap_or_default()
 }

@@ -6,7 +6,7 @@ use super::linear::{self, Linear, Stack};
 use super::norm::Norm;
 use super::pass::batch::{Context, Tables};
 use super::pass::context_parallel::Outputs;
-use super::pass::sink::Sink;
+use super::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::Tensor;
 pub use ft_kernels::attention::Cache;
@@ -159,12 +159,12 @@ impl Attention {
         let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(q) });
         let out = match (cache, &ctx.context_parallel) {
             (Some(cache), _) => {
-                let lent = self.producer.map(|l| ctx.between.cache(l)).transpose()?;
+                let lent = self.producer.map(|l| ctx.shared_state.cache(l)).transpose()?;
                 if lent.is_none() {
                     cache.add(k, v)?;
                 }
                 if self.lends {
-                    ctx.between.lend_cache(self.layer, cache);
+                    ctx.shared_state.lend_cache(self.layer, cache);
                 }
                 attention::forward_cached(q, lent.as_ref().unwrap_or(cache), &how, rank).map(Outputs::one)
             }
@@ -207,7 +207,7 @@ impl Attention {
         // The kernel takes two: the first head stands in for keys.
         let stand_in = q.narrow(1, 0, 1)?.contiguous()?;
         let [q, _] = self.both_rotated([q, stand_in], ctx)?;
-        let [k, _] = ctx.between.keys(producer)?;
+        let [k, _] = ctx.shared_state.keys(producer)?;
         Ok([q, k])
     }
 
@@ -242,7 +242,7 @@ impl Attention {
         [dq, dk]: [Tensor; 2],
         ctx: &Context,
         ranks: [usize; 2],
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<[Padded; 2]> {
         let rows = |t: &Tensor| Padded::of(&flat(t)?);
         let want = self.norms().and(self.qk_norm.as_ref());
@@ -254,8 +254,8 @@ impl Attention {
                 let before = before.zip(self.norms()).map(|([q, k], norms)| (q, k, norms));
                 let (rotated, [wq, wk]) = rope::backward(before, &t.cos, &t.sin, dq, dk, want, ranks)?;
                 if let Some(n) = self.norms().and(self.qk_norm.as_ref()) {
-                    n.q.give(wq, sink)?;
-                    n.k.iter().try_for_each(|n| n.give(wk.clone(), sink))?;
+                    n.q.give(wq, accum)?;
+                    n.k.iter().try_for_each(|n| n.give(wk.clone(), accum))?;
                 }
                 match (self.rotates_neighbors, rotated) {
                     (false, rotated) => rotated,
@@ -274,8 +274,8 @@ impl Attention {
             let x = if n.whole { flat(x)? } else { x.clone() };
             let dy = dy.values()?.reshape(x.shape())?;
             let dx = match ctx.columns.filter(|_| n.whole) {
-                Some(columns) => norm.backward_over(&x, &dy, columns, sink),
-                None => norm.backward(&x, &dy, sink),
+                Some(columns) => norm.backward_over(&x, &dy, columns, accum),
+                None => norm.backward(&x, &dy, accum),
             };
             rows(&dx?)
         };
@@ -362,11 +362,11 @@ impl Attention {
         let [q, k] = self.rotated((q, k), ctx)?;
         let v = match (&v_before, self.producer) {
             (Some(v), _) => self.normed_values(v)?,
-            (None, Some(l)) => ctx.between.keys(l)?[1].clone(),
+            (None, Some(l)) => ctx.shared_state.keys(l)?[1].clone(),
             (None, None) => candle_core::bail!("attention without values"),
         };
         if self.lends {
-            ctx.between.lend_keys(self.layer, [k.clone(), v.clone()]);
+            ctx.shared_state.lend_keys(self.layer, [k.clone(), v.clone()]);
         }
         let v_before = v_before.filter(|_| self.v_norm.is_some());
         let out = self.attend([&q, &k, &v], ctx, cache)?;
@@ -384,7 +384,13 @@ impl Attention {
     }
 
     /// Backward pass: returns the gradient of the input.
-    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Padded,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<Tensor> {
         let (t, _) = dy.dims();
         let c = self.head_dim;
         let [qs, ks, vs, mut os] = s.linears;
@@ -394,7 +400,7 @@ impl Attention {
         if let Some(gate) = s.gate.as_ref().filter(|_| self.o.needs_input()) {
             os.x = Some(gate::forward(&s.out.o, gate)?);
         }
-        let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?;
+        let d_o = self.o.backward_padded(&os, dy, ctx, accum, None)?;
         let (d_o, d_gate) = match s.gate {
             None => (d_o, None),
             Some(gate) => {
@@ -417,7 +423,7 @@ impl Attention {
             let sinks = sinks.to_dtype(q.dtype())?;
             for (rows, part) in s.out.parts() {
                 let d_o = d_o.narrow(0, rows.start, rows.len())?;
-                sink.column_sums(slot, &sinks::backward(part, &sinks, &d_o)?)?;
+                accum.column_sums(slot, &sinks::backward(part, &sinks, &d_o)?)?;
             }
         }
         let (how, out) = (self.causal(ctx), s.out);
@@ -432,12 +438,12 @@ impl Attention {
         drop((d_o, q, k, v, os));
         let rq = if d_gate.is_some() { 0 } else { rq };
         let kept = (s.before_norm, s.v_before);
-        let (dq, d_keys) = self.projected_back(kept, [dq, dk], dv, ctx, [rq, rk], sink)?;
+        let (dq, d_keys) = self.projected_back(kept, [dq, dk], dv, ctx, [rq, rk], accum)?;
         let dq = match d_gate {
             None => dq,
             Some(d_gate) => gate::join(&dq, &d_gate, self.heads)?,
         };
-        self.input_back([&qs, &ks, &vs], dq, d_keys, stack, (ctx, sink))
+        self.input_back([&qs, &ks, &vs], dq, d_keys, stack, (ctx, accum))
     }
 
     /// Gradient of the input from those of queries, keys and values.
@@ -447,23 +453,23 @@ impl Attention {
         dq: Padded,
         d_keys: Option<[Padded; 2]>,
         stack: Option<&Stack>,
-        (ctx, sink): (&Context, &Sink<'_>),
+        (ctx, accum): (&Context, &GradAccumulator<'_>),
     ) -> Result<Tensor> {
         if let (true, Some([dk, dv])) = (self.joint, &d_keys) {
             let all = Padded::of(&Tensor::cat(&[dq.values()?, dk.values()?, dv.values()?], 1)?)?;
             drop((dq, d_keys));
-            return self.q.backward_padded(qs, &all, ctx, sink, None);
+            return self.q.backward_padded(qs, &all, ctx, accum, None);
         }
         let others = d_keys.map(|[dk, dv]| [(&self.k, ks, dk), (&self.v, vs, dv)]).into_iter().flatten();
         if let Some(stack) = stack {
             let others = others.filter_map(|(linear, saved, d)| Some((linear.as_ref()?, saved, d)));
-            return stack.backward(std::iter::once((&self.q, qs, dq)).chain(others).collect(), sink);
+            return stack.backward(std::iter::once((&self.q, qs, dq)).chain(others).collect(), accum);
         }
-        let mut dx = self.q.backward_padded(qs, &dq, ctx, sink, None)?;
+        let mut dx = self.q.backward_padded(qs, &dq, ctx, accum, None)?;
         drop(dq);
         for (linear, saved, d) in others {
             if let Some(linear) = linear {
-                dx = linear.backward_padded(saved, &d, ctx, sink, Some(dx))?;
+                dx = linear.backward_padded(saved, &d, ctx, accum, Some(dx))?;
             }
         }
         Ok(dx)
@@ -478,27 +484,27 @@ impl Attention {
         dv: Padded,
         ctx: &Context,
         ranks: [usize; 2],
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<(Padded, Option<[Padded; 2]>)> {
         if let Some(producer) = self.producer {
             let (dv, one) = (dv.values()?.reshape(dk.shape())?, |x: &Tensor| x.narrow(1, 0, 1)?.contiguous());
-            ctx.between.give_keys(producer, [dk, dv])?;
+            ctx.shared_state.give_keys(producer, [dk, dv])?;
             let before = before.map(|(q, _)| Ok::<_, candle_core::Error>([one(&q)?, q])).transpose()?;
             let before = before.map(|[stand_in, q]| [q, stand_in]);
             let d_one = one(&dq)?;
-            let [dq, _] = self.rotated_back(before.as_ref(), [dq, d_one], ctx, [ranks[0], 0], sink)?;
+            let [dq, _] = self.rotated_back(before.as_ref(), [dq, d_one], ctx, [ranks[0], 0], accum)?;
             return Ok((dq, None));
         }
         let (mut dk, mut dv) = (dk, dv);
-        if let Some([of_k, of_v]) = self.lends.then(|| ctx.between.take_keys(self.layer)).flatten() {
+        if let Some([of_k, of_v]) = self.lends.then(|| ctx.shared_state.take_keys(self.layer)).flatten() {
             dv = Padded::of(&(dv.values()? + flat(&of_v)?)?)?;
             dk = (dk + of_k)?;
         }
         if let (Some(norm), Some(v)) = (&self.v_norm, v_before) {
-            dv = Padded::of(&flat(&norm.backward(&v, &dv.values()?.reshape(v.shape())?, sink)?)?)?;
+            dv = Padded::of(&flat(&norm.backward(&v, &dv.values()?.reshape(v.shape())?, accum)?)?)?;
         }
         let before = before.and_then(|(q, k)| Some([q, k?]));
-        let [dq, mut dk] = self.rotated_back(before.as_ref(), [dq, dk], ctx, ranks, sink)?;
+        let [dq, mut dk] = self.rotated_back(before.as_ref(), [dq, dk], ctx, ranks, accum)?;
         if self.v.is_none() && !self.joint {
             dk = Padded::of(&(dk.values()? + dv.values()?)?)?;
         }

@@ -16,7 +16,7 @@ use super::linear::{Linear, Lora, Stack, Weight};
 use super::mixer::Mixer;
 use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
-use super::pass::sink::Slot;
+use super::pass::grad_accumulator::Slot;
 use super::per_layer::PerLayer;
 use super::units::Units;
 use candle_core::{DType, Device};

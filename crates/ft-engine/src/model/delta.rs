@@ -4,7 +4,7 @@ use super::config::family::DeltaProjections;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::pass::batch::Context;
-use super::pass::sink::{Sink, Slot};
+use super::pass::grad_accumulator::{GradAccumulator, Slot};
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::delta::rule::{self, Inputs};
@@ -37,7 +37,7 @@ pub struct DeltaNet {
     pub heads: Heads,
 }
 
-/// Error of a layer whose projections were not counted.
+/// Error of a layer with another number of projections.
 const LACKS: &str = "linear attention lacks a projection: a bug in ft";
 
 /// Outputs of the projections.
@@ -111,21 +111,21 @@ impl DeltaNet {
 
     /// Outputs of the projections.
     fn project(&self, x: &Padded, ctx: &Context) -> Result<(Projected, Vec<linear::Saved>)> {
-        let (mut all, mut saved) = (self.projections.iter(), Vec::new());
-        let mut next = || {
-            let Some(linear) = all.next() else { candle_core::bail!("{LACKS}") };
+        let mut saved = Vec::new();
+        let mut output = |linear: &Linear| -> Result<Tensor> {
             let (y, of) = linear.forward_padded(x, ctx)?;
             saved.push(of);
             Ok(y)
         };
-        let projected = match self.layout {
-            DeltaProjections::Split => Projected { qkv: next()?, z: next()?, b: next()?, a: next()? },
-            DeltaProjections::Interleaved => {
-                let [q, k, v, z] = delta::split(&next()?, self.heads.keys, self.heads.of_qkvz())?;
+        let projected = match &self.projections[..] {
+            [qkv, z, b, a] => Projected { qkv: output(qkv)?, z: output(z)?, b: output(b)?, a: output(a)? },
+            [qkvz, ba] => {
+                let [q, k, v, z] = delta::split(&output(qkvz)?, self.heads.keys, self.heads.of_qkvz())?;
                 let qkv = Tensor::cat(&[q, k, v], 1)?;
-                let [b, a] = delta::split(&next()?, self.heads.keys, self.heads.of_ba())?;
+                let [b, a] = delta::split(&output(ba)?, self.heads.keys, self.heads.of_ba())?;
                 Projected { qkv, z, b, a }
             }
+            _ => candle_core::bail!("{LACKS}"),
         };
         Ok((projected, saved))
     }
@@ -136,7 +136,7 @@ impl DeltaNet {
         saved: &[linear::Saved],
         Projected { qkv, z, b, a }: Projected,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Tensor> {
         let outputs = match self.layout {
             DeltaProjections::Split => vec![qkv, z, b, a],
@@ -150,7 +150,7 @@ impl DeltaNet {
         };
         let mut dx = None;
         for ((linear, saved), dy) in self.projections.iter().zip(saved).zip(outputs) {
-            dx = Some(linear.backward_padded(saved, &Padded::of(&dy)?, ctx, sink, dx)?);
+            dx = Some(linear.backward_padded(saved, &Padded::of(&dy)?, ctx, accum, dx)?);
         }
         dx.ok_or_else(|| candle_core::Error::msg(LACKS))
     }
@@ -182,23 +182,29 @@ impl DeltaNet {
     }
 
     /// Backward pass: returns the gradient of the input.
-    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Padded,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<Tensor> {
         let Saved { linears, mut out, projected, o } = s;
         if self.out.needs_input() {
             out.x = Some(gated_norm::forward(&o, &projected.z, self.norm.scale())?);
         }
-        let dy = self.out.backward_padded(&out, dy, ctx, sink, None)?;
+        let dy = self.out.backward_padded(&out, dy, ctx, accum, None)?;
         drop(out);
         let trains = self.norm.slot.is_some();
         let (d_o, dz, dw) = gated_norm::backward(&o, &projected.z, self.norm.scale(), &dy, trains)?;
-        self.norm.give(dw, sink)?;
+        self.norm.give(dw, accum)?;
         drop((o, dy));
         let qkv = conv::forward(&projected.qkv, &self.conv.value, &ctx.seqs, None)?;
         let of_rule = rule::backward(&self.inputs(&qkv, &projected), &d_o, &ctx.seqs)?;
         drop((qkv, d_o));
         for (parameter, dw) in [(&self.a_log, &of_rule.a_log), (&self.bias, &of_rule.bias)] {
             if let Some(slot) = parameter.slot {
-                sink.column_sums(slot, dw)?;
+                accum.column_sums(slot, dw)?;
             }
         }
         let (taps, slot) = (&self.conv.value, self.conv.slot);
@@ -206,10 +212,10 @@ impl DeltaNet {
         if let (Some(slot), Some(dw)) = (slot, dw) {
             // A row of sums holds all taps, as a vector would.
             let flat = Slot { rows: 1, cols: slot.rows * slot.cols, ..slot };
-            sink.column_sums(flat, &dw)?;
+            accum.column_sums(flat, &dw)?;
         }
         drop(projected);
         let grads = Projected { qkv: dqkv, z: dz, b: of_rule.b, a: of_rule.a };
-        self.project_back(&linears, grads, ctx, sink)
+        self.project_back(&linears, grads, ctx, accum)
     }
 }

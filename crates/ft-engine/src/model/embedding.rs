@@ -3,7 +3,7 @@
 use super::layer_inputs::LayerInputs;
 use super::linear::{Linear, Rows};
 use super::pass::batch::{Batch, Context};
-use super::pass::sink::{Sink, Slot};
+use super::pass::grad_accumulator::{GradAccumulator, Slot};
 use candle_core::{DType, Result};
 use ft_kernels::{Tensor, embed, gemm, upcast};
 
@@ -78,7 +78,7 @@ impl Embedding {
         scaled(x, self.scale, self.dtype)
     }
 
-    /// Adds the gradients of trained tensors to the sink, given the gradient of the embeddings; `noise` as in
+    /// Adds the gradients of trained tensors to the accumulator, given the gradient of the embeddings; `noise` as in
     /// [`Batch::noisy`]. The padding token gives none to tables and rows, as in PyTorch; to B it does.
     pub fn backward(
         &self,
@@ -86,27 +86,27 @@ impl Embedding {
         ctx: &Context,
         noise: f64,
         dy: &Tensor,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<()> {
         let through = match &self.layer_inputs {
             None => None,
             Some(inputs) => {
                 let x = || batch.noisy(self.forward(&batch.ids)?, noise);
-                inputs.backward(batch, ctx, &x, sink)?
+                inputs.backward(batch, ctx, &x, accum)?
             }
         };
         let dy = through.map_or_else(|| Ok(dy.clone()), |d| dy + d)?;
         let (ids, dy) = (&batch.ids, &self.scaled(dy)?);
         if let Some(slot) = self.slot {
-            sink.rows(slot, ids, batch.embedded()?.as_deref(), None, dy)?;
+            accum.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
         }
         if let Some((rows, slot)) = self.rows.as_ref().and_then(|r| Some((r, r.slot?))) {
-            sink.rows(slot, ids, batch.embedded()?.as_deref(), Some(&rows.ids), dy)?;
+            accum.rows(slot, ids, batch.by_id.as_ref(), Some(&rows.ids), dy)?;
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
-            sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
+            accum.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
             let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
-            sink.columns(a_slot, ids, batch.pad, &du)?;
+            accum.columns(a_slot, ids, batch.pad, &du)?;
         }
         Ok(())
     }

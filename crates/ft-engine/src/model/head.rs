@@ -5,7 +5,7 @@
 use super::linear::Linear;
 use super::norm::Norm;
 use super::pass::batch::{Batch, Context, Distillation, Teacher};
-use super::pass::sink::Sink;
+use super::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::spread::Spread;
@@ -49,7 +49,7 @@ pub struct Backward<'a> {
     pub scale: f64,
     /// Weights of the targets `[n]`, f32; all 1 without.
     pub weights: Option<&'a Tensor>,
-    pub sink: &'a Sink<'a>,
+    pub accum: &'a GradAccumulator<'a>,
 }
 
 /// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences. Of a score head:
@@ -114,17 +114,17 @@ impl Head {
         batch: &Batch,
         rows: usize,
         (scale, objective): (f64, Option<&mut Objective<'_>>),
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Output> {
         if self.scores {
             let Some(objective) = objective else { candle_core::bail!("a score head without an objective") };
-            return self.score(x, batch, Some((scale, objective, sink)));
+            return self.score(x, batch, Some((scale, objective, accum)));
         }
         let weights = match objective {
             Some(weigh) => Some(weigh(&self.loss(x, batch, rows, None)?.losses)?),
             None => batch.weights.clone(),
         };
-        self.loss(x, batch, rows, Some(Backward { scale, weights: weights.as_ref(), sink }))
+        self.loss(x, batch, rows, Some(Backward { scale, weights: weights.as_ref(), accum }))
     }
 
     /// Outputs of a score head for the batch's queries, and the gradients of the loss, if requested.
@@ -132,7 +132,7 @@ impl Head {
         &self,
         x: &Tensor,
         batch: &Batch,
-        backward: Option<(f64, &mut Objective<'_>, &Sink<'_>)>,
+        backward: Option<(f64, &mut Objective<'_>, &GradAccumulator<'_>)>,
     ) -> Result<Output> {
         if batch.target_count == 0 {
             // The objective is of all ranks with tokens of the micro-batch.
@@ -146,16 +146,16 @@ impl Head {
         let (scores, saved) = x.role(Role::Logits, || self.linear.forward_wide(&normed, &ctx))?;
         drop(normed);
         let losses = vec![scores.flatten_all()?];
-        let Some((scale, objective, sink)) = backward else {
+        let Some((scale, objective, accum)) = backward else {
             return Ok(Output { losses, divergences: Vec::new(), dx: None });
         };
         let shape = (batch.target_count, self.vocab);
         let ds = x.role(Role::Logits, || {
             objective(&losses)?.reshape(shape)?.affine(scale, 0.0)?.to_dtype(x.dtype())
         })?;
-        let dn = self.linear.backward(&saved, &ds, &ctx, sink, None)?;
+        let dn = self.linear.backward(&saved, &ds, &ctx, accum, None)?;
         let mut dx = Spread::new(x)?;
-        dx.put(index, self.norm.backward(&hx, &dn, sink)?)?;
+        dx.put(index, self.norm.backward(&hx, &dn, accum)?)?;
         Ok(Output { losses, divergences: Vec::new(), dx: Some(dx.whole(index)?) })
     }
 
@@ -199,10 +199,10 @@ impl Head {
             })?;
             losses.push(loss);
             divergences.extend(divergence);
-            if let (Some(dl), Some(Backward { sink, .. }), Some(dx)) = (dlogits, backward, &mut dx) {
-                let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
+            if let (Some(dl), Some(Backward { accum, .. }), Some(dx)) = (dlogits, backward, &mut dx) {
+                let dn = self.linear.backward(&saved, &dl, &ctx, accum, None)?;
                 drop(dl);
-                dx.put(&index, self.norm.backward(&hx, &dn, sink)?)?;
+                dx.put(&index, self.norm.backward(&hx, &dn, accum)?)?;
             }
             Ok(())
         })?;

@@ -8,8 +8,8 @@ use super::linear::Linear;
 use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
+use super::pass::grad_accumulator::GradAccumulator;
 use super::pass::sequence_parallel::SequenceParallel;
-use super::pass::sink::Sink;
 use super::per_layer::{self, PerLayer};
 use candle_core::Result;
 use ft_kernels::Tensor;
@@ -82,13 +82,13 @@ impl FeedForward {
     }
 
     /// Ranks that cut the matrices, if they do. A mixture computes on the rank's own tokens.
-    fn cut<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c SequenceParallel<'a>> {
-        ctx.cut.as_deref().filter(|_| matches!(self, FeedForward::Dense(_)))
+    fn sequence_parallel<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c SequenceParallel<'a>> {
+        ctx.sequence_parallel.as_deref().filter(|_| matches!(self, FeedForward::Dense(_)))
     }
 
     /// Context of the tokens that this part computes on.
     fn context<'c, 'a>(&self, ctx: &'c Context<'a>) -> &'c Context<'a> {
-        self.cut(ctx).map_or(ctx, SequenceParallel::whole)
+        self.sequence_parallel(ctx).map_or(ctx, SequenceParallel::whole)
     }
 
     /// Whether the backward pass needs the input.
@@ -173,15 +173,17 @@ impl FeedForward {
         (x, saved): (&Tensor, FeedForwardSaved),
         dy: &Padded,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
         use FeedForwardSaved as Saved;
         match (self, saved) {
-            (FeedForward::Dense(b), Saved::Dense(s)) => b.backward(*s, dy, ctx, sink),
-            (FeedForward::Mixture(b), Saved::Mixture(s)) => b.backward(*s, &dy.values()?, ctx, sink, balance),
+            (FeedForward::Dense(b), Saved::Dense(s)) => b.backward(*s, dy, ctx, accum),
+            (FeedForward::Mixture(b), Saved::Mixture(s)) => {
+                b.backward(*s, &dy.values()?, ctx, accum, balance)
+            }
             (FeedForward::Beside(b), Saved::Beside(s)) => {
-                b.backward((x, *s), &dy.values()?, ctx, sink, balance)
+                b.backward((x, *s), &dy.values()?, ctx, accum, balance)
             }
             _ => candle_core::bail!("{OTHER}"),
         }
@@ -367,7 +369,7 @@ impl Layer {
                 let needed = level >= Level::FeedForward || self.mlp.needs_input();
                 let input = || {
                     let normed = self.input(&self.mlp_norm, &mid, ctx.room(self.mlp.fused_rank(x)))?;
-                    gathered(normed, self.mlp.cut(ctx), |all| self.mlp.fused_rank(all))
+                    gathered(normed, self.mlp.sequence_parallel(ctx), |all| self.mlp.fused_rank(all))
                 };
                 let normed = needed.then(input).transpose()?;
                 (mid, normed, (out, saved))
@@ -378,7 +380,7 @@ impl Layer {
             Some(normed) => self.mlp.restore(kept.mlp, &normed, self.mlp.context(ctx), wants_output)?,
             None => (None, kept.mlp),
         };
-        let mlp_out = mlp_out.map(|m| scattered(m, self.mlp.cut(ctx))).transpose()?;
+        let mlp_out = mlp_out.map(|m| scattered(m, self.mlp.sequence_parallel(ctx))).transpose()?;
         let mlp_out = kept.mlp_out.or(mlp_out);
         let per_layer = self.inputs_again(kept.per_layer, &mid, mlp_out.as_ref(), ctx)?;
         let (out, saved) = attn;
@@ -421,7 +423,7 @@ impl Layer {
     /// The input of the mixer, of all tokens that it sees.
     fn mixer_input(&self, x: &Tensor, ctx: &Context) -> Result<Padded> {
         let normed = self.input(&self.attn_norm, x, ctx.room(self.attn.fused_rank(x)))?;
-        gathered(normed, ctx.cut.as_deref(), |all| self.attn.fused_rank(all))
+        gathered(normed, ctx.sequence_parallel.as_deref(), |all| self.attn.fused_rank(all))
     }
 
     /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved activations
@@ -435,7 +437,7 @@ impl Layer {
         let normed = self.mixer_input(x, ctx)?;
         let (a, attn) = self.attn.forward(&normed, ctx.whole(), cache)?;
         drop(normed);
-        let a = scattered(a, ctx.cut.as_deref())?;
+        let a = scattered(a, ctx.sequence_parallel.as_deref())?;
         let (a, out) = match &self.attn_post {
             Some(post) => (post.forward(&a)?, Some(a)),
             None => (a, None),
@@ -447,7 +449,7 @@ impl Layer {
                 (mid.clone(), Padded::of(&mid)?)
             }
         };
-        let normed = gathered(normed, self.mlp.cut(ctx), |all| self.mlp.fused_rank(all))?;
+        let normed = gathered(normed, self.mlp.sequence_parallel(ctx), |all| self.mlp.fused_rank(all))?;
         Ok((mid, normed, (out, attn)))
     }
 
@@ -468,7 +470,7 @@ impl Layer {
         let (mid, normed, (out, saved)) = self.attend(x, ctx, cache)?;
         let (m, mlp) = self.mlp.forward(&normed, self.mlp.context(ctx), replay)?;
         drop(normed);
-        let m = scattered(m, self.mlp.cut(ctx))?;
+        let m = scattered(m, self.mlp.sequence_parallel(ctx))?;
         let (m, mlp_out) = match &self.mlp_post {
             Some(post) => (post.forward(&m)?, Some(m)),
             None => (m, None),
@@ -505,7 +507,7 @@ impl Layer {
         saved: Option<Box<per_layer::Saved>>,
         dy: &Padded,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Option<Padded>> {
         if self.scalar.is_none() && self.per_layer.is_none() {
             return Ok(None);
@@ -513,7 +515,7 @@ impl Layer {
         let dy = self.scaled(dy.values()?)?;
         let dx = match (&self.per_layer, saved) {
             (None, _) => dy,
-            (Some(inputs), Some(saved)) => inputs.backward(*saved, &dy, ctx, sink)?,
+            (Some(inputs), Some(saved)) => inputs.backward(*saved, &dy, ctx, accum)?,
             (Some(_), None) => candle_core::bail!("{OTHER}"),
         };
         Ok(Some(Padded::of(&dx)?))
@@ -526,54 +528,54 @@ impl Layer {
         (x, s): (&Tensor, Saved),
         dy: &Padded,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
         rank: usize,
     ) -> Result<Padded> {
         let Some(Attended { mid: Some(mid), out, saved }) = s.attn else { candle_core::bail!("{OTHER}") };
-        let finished = self.finish_back(s.per_layer, dy, ctx, sink)?;
+        let finished = self.finish_back(s.per_layer, dy, ctx, accum)?;
         let dy = finished.as_ref().unwrap_or(dy);
         let d_mid = {
-            let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
-            let (cut, context) = (self.mlp.cut(ctx), self.mlp.context(ctx));
+            let before = post_back(&self.mlp_post, s.mlp_out, dy, accum)?;
+            let (sequence_parallel, context) = (self.mlp.sequence_parallel(ctx), self.mlp.context(ctx));
             let of = |all: &Tensor| self.mlp.fused_rank_back(all, context);
-            let all = gathered(before.as_ref().unwrap_or(dy).clone(), cut, of)?;
+            let all = gathered(before.as_ref().unwrap_or(dy).clone(), sequence_parallel, of)?;
             drop(before);
-            let dn = self.mlp.backward((&mid, s.mlp), &all, context, sink, balance)?;
+            let dn = self.mlp.backward((&mid, s.mlp), &all, context, accum, balance)?;
             drop(all);
-            let dn = scattered(dn, cut)?;
+            let dn = scattered(dn, sequence_parallel)?;
             let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };
             let rank = ctx.room(rank);
-            add_back(&self.mlp_norm, &mid, dn, dy, rank, sink)?
+            add_back(&self.mlp_norm, &mid, dn, dy, rank, accum)?
         };
         drop(mid);
-        let before = post_back(&self.attn_post, out, &d_mid, sink)?;
+        let before = post_back(&self.attn_post, out, &d_mid, accum)?;
         let of = |all: &Tensor| self.attn.fused_rank_back(all, ctx.whole());
-        let all = gathered(before.as_ref().unwrap_or(&d_mid).clone(), ctx.cut.as_deref(), of)?;
+        let all = gathered(before.as_ref().unwrap_or(&d_mid).clone(), ctx.sequence_parallel.as_deref(), of)?;
         drop(before);
-        let dn = self.attn.backward(saved, &all, ctx.whole(), sink)?;
+        let dn = self.attn.backward(saved, &all, ctx.whole(), accum)?;
         drop(all);
-        let dn = scattered(dn, ctx.cut.as_deref())?;
-        add_back(&self.attn_norm, x, dn, &d_mid, rank, sink)
+        let dn = scattered(dn, ctx.sequence_parallel.as_deref())?;
+        add_back(&self.attn_norm, x, dn, &d_mid, rank, accum)
     }
 }
 
 /// Rows of all tokens that a half sees, from those of this rank's; with `room` spare columns if gathered.
 fn gathered(
     own: Padded,
-    cut: Option<&SequenceParallel<'_>>,
+    sequence_parallel: Option<&SequenceParallel<'_>>,
     room: impl Fn(&Tensor) -> usize,
 ) -> Result<Padded> {
-    let Some(cut) = cut else { return Ok(own) };
-    let all = cut.gather(&own.values()?)?;
+    let Some(sequence_parallel) = sequence_parallel else { return Ok(own) };
+    let all = sequence_parallel.gather(&own.values()?)?;
     drop(own);
     Padded::beside_room(&all, room(&all))
 }
 
 /// Rows of this rank's tokens, from a half's output of all tokens.
-fn scattered(all: Tensor, cut: Option<&SequenceParallel<'_>>) -> Result<Tensor> {
-    match cut {
-        Some(cut) => cut.scatter(all),
+fn scattered(all: Tensor, sequence_parallel: Option<&SequenceParallel<'_>>) -> Result<Tensor> {
+    match sequence_parallel {
+        Some(sequence_parallel) => sequence_parallel.scatter(all),
         None => Ok(all),
     }
 }
@@ -583,11 +585,11 @@ fn post_back(
     norm: &Option<Norm>,
     out: Option<Tensor>,
     dy: &Padded,
-    sink: &Sink<'_>,
+    accum: &GradAccumulator<'_>,
 ) -> Result<Option<Padded>> {
     match (norm, out) {
         (None, _) => Ok(None),
-        (Some(norm), Some(out)) => Ok(Some(Padded::of(&norm.backward(&out, &dy.values()?, sink)?)?)),
+        (Some(norm), Some(out)) => Ok(Some(Padded::of(&norm.backward(&out, &dy.values()?, accum)?)?)),
         (Some(_), None) => candle_core::bail!("{OTHER}"),
     }
 }
@@ -599,10 +601,10 @@ fn add_back(
     dn: Tensor,
     dy: &Padded,
     rank: usize,
-    sink: &Sink<'_>,
+    accum: &GradAccumulator<'_>,
 ) -> Result<Padded> {
     match norm {
-        Some(norm) => norm.backward_add(x, &dn, dy, rank, sink),
+        Some(norm) => norm.backward_add(x, &dn, dy, rank, accum),
         None => Padded::of(&(dn + dy.values()?)?),
     }
 }

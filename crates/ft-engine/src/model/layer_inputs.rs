@@ -5,7 +5,7 @@ use super::embedding::scaled;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::pass::batch::{Batch, Context};
-use super::pass::sink::{Sink, Slot};
+use super::pass::grad_accumulator::{GradAccumulator, Slot};
 use candle_core::{DType, Result};
 use ft_kernels::{Tensor, embed};
 use std::f64::consts::FRAC_1_SQRT_2;
@@ -50,7 +50,7 @@ impl LayerInputs {
         let (t, _) = x.dims2()?;
         let normed = self.norm.forward(&self.projected(x, ctx)?.0)?.reshape((t, self.table.dim(1)?))?;
         let own = scaled(embed::forward_in(&self.table, ids, self.dtype)?, self.scale(), self.dtype)?;
-        ctx.between.set_inputs(((normed + own)? * FRAC_1_SQRT_2)?, wants);
+        ctx.shared_state.set_inputs(((normed + own)? * FRAC_1_SQRT_2)?, wants);
         Ok(())
     }
 
@@ -59,26 +59,26 @@ impl LayerInputs {
         (self.width() as f64).sqrt()
     }
 
-    /// Adds the gradients of trained tensors to the sink; returns the gradient of the token embeddings, which `x` makes
-    /// again. `None` if no layer gave a gradient.
+    /// Adds the gradients of trained tensors to the accumulator; returns the gradient of the token embeddings, which
+    /// `x` makes again. `None` if no layer gave a gradient.
     pub fn backward(
         &self,
         batch: &Batch,
         ctx: &Context,
         x: &dyn Fn() -> Result<Tensor>,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Option<Tensor>> {
-        let Some(d) = ctx.between.take_inputs() else { return Ok(None) };
+        let Some(d) = ctx.shared_state.take_inputs() else { return Ok(None) };
         let shape = d.shape().clone();
         let d = (d * FRAC_1_SQRT_2)?;
         if let Some(slot) = self.slot {
             let d = scaled(d.clone(), self.scale(), self.dtype)?;
-            sink.rows(slot, &batch.ids, batch.embedded()?.as_deref(), None, &d)?;
+            accum.rows(slot, &batch.ids, batch.by_id.as_ref(), None, &d)?;
         }
         let (projected, saved) = self.projected(&x()?, ctx)?;
-        let d = self.norm.backward(&projected, &d.reshape(projected.shape())?, sink)?;
+        let d = self.norm.backward(&projected, &d.reshape(projected.shape())?, accum)?;
         drop(projected);
         let d = (d * (self.hidden as f64).powf(-0.5))?.reshape(shape)?;
-        Ok(Some(self.projection.backward(&saved, &d, ctx, sink, None)?))
+        Ok(Some(self.projection.backward(&saved, &d, ctx, accum, None)?))
     }
 }

@@ -4,7 +4,7 @@ use super::attention::{self, Attention};
 use super::delta::{self, DeltaNet};
 use super::linear::Linear;
 use super::pass::batch::Context;
-use super::pass::sink::Sink;
+use super::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::delta::State;
@@ -147,10 +147,16 @@ impl Mixer {
     }
 
     /// Backward pass: returns the gradient of the input.
-    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Padded,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<Tensor> {
         match (self, s) {
-            (Mixer::Attention(a), Saved::Attention(s)) => a.backward(*s, dy, ctx, sink),
-            (Mixer::Delta(d), Saved::Delta(s)) => d.backward(*s, dy, ctx, sink),
+            (Mixer::Attention(a), Saved::Attention(s)) => a.backward(*s, dy, ctx, accum),
+            (Mixer::Delta(d), Saved::Delta(s)) => d.backward(*s, dy, ctx, accum),
             _ => candle_core::bail!("{OTHER}"),
         }
     }

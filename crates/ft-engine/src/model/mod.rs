@@ -1,8 +1,8 @@
 //! Decoder math: hand-written forward and backward passes of every module.
 //!
 //! Model families are rows of a table ([`family`]) and share one decoder [`layer`]. Each module has
-//! `forward -> (y, Saved)` and `backward(Saved, dy, sink) -> dx` on plain tensors without autograd. `Saved`
-//! holds the saved activations of the backward pass; gradients of trained tensors go to the [`sink`].
+//! `forward -> (y, Saved)` and `backward(Saved, dy, accum) -> dx` on plain tensors without autograd. `Saved`
+//! holds the saved activations of the backward pass; gradients of trained tensors go to the [`grad_accumulator`].
 //!
 //! Axes in names: `t` tokens of a micro-batch (documents end to end, no padding), `d` model width, `h`
 //! query heads, `g` key/value heads, `c` channels per head, `f` feed-forward width, `v` vocabulary, `o`/`i`
@@ -32,5 +32,5 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{batch, context_parallel, sequence_parallel, shared_state, sink, stage_boundary};
+pub use pass::{batch, context_parallel, grad_accumulator, sequence_parallel, shared_state, stage_boundary};
 pub use units::Units;

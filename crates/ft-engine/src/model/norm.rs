@@ -1,7 +1,7 @@
 //! RMSNorm.
 
+use super::pass::grad_accumulator::{GradAccumulator, Slot};
 use super::pass::sequence_parallel::Columns;
-use super::pass::sink::{Sink, Slot};
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::norm;
@@ -42,10 +42,10 @@ impl Norm {
         norm::forward_add(x, a, self.scale(), rank)
     }
 
-    /// Returns the gradient of the input `x`; the weight's gradient goes to the sink.
-    pub fn backward(&self, x: &Tensor, dy: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
+    /// Returns the gradient of the input `x`; the weight's gradient goes to the accumulator.
+    pub fn backward(&self, x: &Tensor, dy: &Tensor, accum: &GradAccumulator<'_>) -> Result<Tensor> {
         let (dx, dw) = norm::backward(x, self.scale(), dy, self.slot.is_some())?;
-        self.give(dw, sink)?;
+        self.give(dw, accum)?;
         Ok(dx)
     }
 
@@ -56,10 +56,10 @@ impl Norm {
         dy: &Tensor,
         add: &Padded,
         rank: usize,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Padded> {
         let (dx, dw) = norm::backward_add(x, self.scale(), dy, add, self.slot.is_some(), rank)?;
-        self.give(dw, sink)?;
+        self.give(dw, accum)?;
         Ok(dx)
     }
 
@@ -92,7 +92,7 @@ impl Norm {
         x: &Tensor,
         dy: &Tensor,
         columns: Columns<'_>,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Tensor> {
         let (wide, dy) = (upcast(x)?, upcast(dy)?);
         let gw = dy.broadcast_mul(&self.wide_weight()?)?;
@@ -104,15 +104,15 @@ impl Norm {
         let [r, along] = [r, along].map(|f| f.to_dtype(wide.dtype()));
         let r = r?;
         if self.slot.is_some() {
-            self.give(Some((&dy * &wide)?.broadcast_mul(&r)?.sum_keepdim(0)?), sink)?;
+            self.give(Some((&dy * &wide)?.broadcast_mul(&r)?.sum_keepdim(0)?), accum)?;
         }
         (gw.broadcast_mul(&r)? - wide.broadcast_mul(&along?)?)?.to_dtype(x.dtype())
     }
 
-    /// Adds the weight's gradient, given as partial sums by row, to the sink.
-    pub fn give(&self, dw: Option<Tensor>, sink: &Sink<'_>) -> Result<()> {
+    /// Adds the weight's gradient, given as partial sums by row, to the accumulator.
+    pub fn give(&self, dw: Option<Tensor>, accum: &GradAccumulator<'_>) -> Result<()> {
         match (self.slot, dw) {
-            (Some(slot), Some(dw)) => sink.column_sums(slot, &dw),
+            (Some(slot), Some(dw)) => accum.column_sums(slot, &dw),
             _ => Ok(()),
         }
     }

@@ -3,7 +3,7 @@
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::pass::batch::Context;
-use super::pass::sink::Sink;
+use super::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::padded::Padded;
@@ -69,7 +69,7 @@ impl PerLayer {
 
     /// Activations of the backward pass, from the input `x` `[t, d]`.
     pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
-        let inputs = ctx.between.inputs(self.layer, self.projection.weight.dims()?.1)?;
+        let inputs = ctx.shared_state.inputs(self.layer, self.projection.weight.dims()?.1)?;
         let (gate, gate_linear) = self.gate.forward(x, ctx)?;
         let h = swiglu::forward(self.glu, &gate, Some(&inputs))?;
         drop(inputs);
@@ -90,22 +90,27 @@ impl PerLayer {
     }
 
     /// Backward pass: returns the gradient of the input, and hands that of the layer's inputs back.
-    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<Tensor> {
         let Saved { gate_linear, mut projection_linear, gate, out } = s;
-        let d_out = self.norm.backward(&out, dy, sink)?;
+        let d_out = self.norm.backward(&out, dy, accum)?;
         drop(out);
-        let inputs = ctx.between.inputs(self.layer, self.projection.weight.dims()?.1)?;
+        let inputs = ctx.shared_state.inputs(self.layer, self.projection.weight.dims()?.1)?;
         if self.projection.needs_input() {
             projection_linear.x = Some(swiglu::forward(self.glu, &gate, Some(&inputs))?);
         }
-        let dh = self.projection.backward(&projection_linear, &d_out, ctx, sink, None)?;
+        let dh = self.projection.backward(&projection_linear, &d_out, ctx, accum, None)?;
         drop((projection_linear, d_out));
-        let (d_gate, d_inputs) = swiglu::backward(self.glu, &gate, Some(&inputs), &dh)?;
+        let (d_gate, d_inputs) = swiglu::backward_pair(self.glu, &gate, &inputs, &dh)?;
         drop((dh, gate, inputs));
-        if let Some(d) = d_inputs {
-            ctx.between.give_inputs(self.layer, &d)?;
-        }
-        let dx = self.gate.backward_padded(&gate_linear, &Padded::of(&d_gate)?, ctx, sink, None)?;
+        ctx.shared_state.give_inputs(self.layer, &d_inputs)?;
+        drop(d_inputs);
+        let dx = self.gate.backward_padded(&gate_linear, &Padded::of(&d_gate)?, ctx, accum, None)?;
         dx + dy
     }
 }

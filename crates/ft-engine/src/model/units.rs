@@ -45,7 +45,7 @@ impl Units {
 /// Cuts a model into `stages` of consecutive units: `given` layers each, or without, so that the stage with the most
 /// work has the least. Work is counted in values of active matrices; the last stage has the head's. `None` if that is
 /// not possible.
-pub fn cut(config: &Config, stages: usize, given: &[usize]) -> Option<Vec<Units>> {
+pub fn partition(config: &Config, stages: usize, given: &[usize]) -> Option<Vec<Units>> {
     let layers = config.layers;
     if stages == 1 && given.is_empty() {
         return Some(vec![Units::all(layers)]);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_are_with_the_first_and_the_last_layer() {
+    fn the_first_stage_has_the_embedding_and_the_last_the_head() {
         let units = |first, end| Units { first, end, layers: 4 };
         assert_eq!(Units::all(4).own_layers(), 0..4);
         assert_eq!([units(0, 3), units(3, 6)].map(Units::own_layers), [0..2, 2..4]);

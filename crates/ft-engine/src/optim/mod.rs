@@ -9,5 +9,5 @@ mod update;
 
 pub use norm::{clip_factor, grad_squares, squares_by_flat};
 pub use offload::{PIECE, STAGED};
-pub use optimizer::{At, Optimizer, Rate};
+pub use optimizer::{Optimizer, Rate, UpdateArgs};
 pub use schedule::Schedule;

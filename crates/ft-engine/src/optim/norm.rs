@@ -1,6 +1,6 @@
 //! Gradient norm and clipping.
 
-use crate::params::{Flat, Params};
+use crate::params::{FlatParam, Params};
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::sum_squares;
@@ -8,7 +8,7 @@ use ft_kernels::optimizer::sum_squares;
 /// Sum of squares of this rank's shard of all gradients. The shards are the same at every ZeRO stage, and
 /// their sum over ranks covers each gradient once.
 pub fn grad_squares(params: &Params) -> Result<f64> {
-    let mine = |u: &Flat| u.grads.as_ref().map(|g| g.of(u.part.clone()));
+    let mine = |u: &FlatParam| u.grads.as_ref().map(|g| g.of(u.part.clone()));
     let grads: Vec<Tensor> = params.flats.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
     sum_squares(&grads)
 }
@@ -20,8 +20,9 @@ pub fn grad_squares(params: &Params) -> Result<f64> {
 /// Device errors.
 pub fn squares_by_flat(params: &Params) -> Result<Vec<(usize, f64)>> {
     let flats = params.flats.iter().enumerate().filter_map(|(i, f)| Some((i, f.as_ref()?)));
-    let of =
-        |(i, f): (usize, &Flat)| f.grads.as_ref().map(|g| Ok((i, sum_squares(&[g.of(f.part.clone())?])?)));
+    let of = |(i, f): (usize, &FlatParam)| {
+        f.grads.as_ref().map(|g| Ok((i, sum_squares(&[g.of(f.part.clone())?])?)))
+    };
     flats.filter_map(of).collect()
 }
 

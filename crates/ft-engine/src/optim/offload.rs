@@ -110,7 +110,7 @@ mod tests {
     use crate::adapters::{Part, Trained};
     use crate::model::modules::CutAlong;
     use crate::optim::Optimizer;
-    use crate::params::buffers::moments::{Moments, Of};
+    use crate::params::buffers::moments::{Moments, MomentsView};
     use crate::params::{Allocate, Params};
     use candle_core::{DType, Device, Result};
     use ft_kernels::Tensor;
@@ -178,8 +178,8 @@ mod tests {
                     let (slot, moments) = (&p.slots[i], p.flat(&p.slots[i])?.moments.as_ref());
                     let of = |m: &Moments| m.of(slot.range());
                     let moments = match moments.map(of).transpose()? {
-                        Some(Of::Wide(all)) => all.to_vec(),
-                        Some(Of::Coded(all)) => [all.codes, all.scales].concat(),
+                        Some(MomentsView::F32(all)) => all.to_vec(),
+                        Some(MomentsView::EightBit(all)) => [all.codes, all.scales].concat(),
                         None => Vec::new(),
                     };
                     assert_eq!(moments.len() == 4, eight_bit && slot.range().len() >= 4096);

@@ -4,9 +4,9 @@ use super::offload::{self, PIECE, STAGED};
 use super::projected::GaLore;
 use super::update::Update;
 use crate::adapters::Part;
-use crate::params::Flat;
+use crate::params::FlatParam;
 use crate::params::Params;
-use crate::params::buffers::Held;
+use crate::params::buffers::LocalShard;
 use crate::ranks::{self, Comm};
 use candle_core::Result;
 use ft_kernels::optimizer::AdamW;
@@ -97,8 +97,8 @@ impl Optimizer {
             let Some(grads) = &flat.grads else {
                 return Err(candle_core::Error::Msg(format!("unit {} has no gradients", flat.unit)).into());
             };
-            self.project((number, flat), params, grads, &At { t, lr, grad_scale })?;
-            mine.extend(self.updates((number, flat), grads, &At { t, lr, grad_scale })?);
+            self.project((number, flat), params, grads, &UpdateArgs { t, lr, grad_scale })?;
+            mine.extend(self.updates((number, flat), grads, &UpdateArgs { t, lr, grad_scale })?);
         }
         self.run(params, &mine)?;
         for number in 0..params.flats.len() {
@@ -117,8 +117,8 @@ impl Optimizer {
         params: &Params,
         comm: &dyn Comm,
         number: usize,
-        grads: &Held,
-        at: &At<'_>,
+        grads: &LocalShard,
+        at: &UpdateArgs<'_>,
     ) -> ft_base::Result<()> {
         if let Some(Some(flat)) = params.flats.get(number) {
             self.project((number, flat), params, grads, at)?;
@@ -130,9 +130,9 @@ impl Optimizer {
     /// The updates of this rank's shard of a buffer.
     fn updates<'a>(
         &self,
-        (number, flat): (usize, &'a Flat),
-        grads: &'a Held,
-        at: &At<'_>,
+        (number, flat): (usize, &'a FlatParam),
+        grads: &'a LocalShard,
+        at: &UpdateArgs<'_>,
     ) -> Result<Vec<Update<'a>>> {
         let Some(moments) = &flat.moments else { candle_core::bail!("unit {} has no moments", flat.unit) };
         let numbers = |s: &ParamGroup| self.numbers(s, at);
@@ -146,7 +146,7 @@ impl Optimizer {
         Ok(mine)
     }
 
-    fn numbers(&self, s: &ParamGroup, at: &At<'_>) -> AdamW {
+    fn numbers(&self, s: &ParamGroup, at: &UpdateArgs<'_>) -> AdamW {
         // m / (sqrt(v) + eps) * sqrt(c) = m / (sqrt(v / c) + eps / sqrt(c)), with the bias correction c
         let root = (1.0 - self.betas[1].powf(at.t as f64)).sqrt();
         AdamW {
@@ -162,10 +162,10 @@ impl Optimizer {
     /// Updates the matrices of a buffer with projected gradients.
     fn project(
         &self,
-        (number, flat): (usize, &Flat),
+        (number, flat): (usize, &FlatParam),
         params: &Params,
-        grads: &Held,
-        at: &At<'_>,
+        grads: &LocalShard,
+        at: &UpdateArgs<'_>,
     ) -> Result<()> {
         let Some(galore) = &self.galore else { return Ok(()) };
         for p in &flat.projected {
@@ -189,7 +189,7 @@ impl Optimizer {
 }
 
 /// Number and factors of an update.
-pub struct At<'a> {
+pub struct UpdateArgs<'a> {
     /// Update number, from 1.
     pub t: u64,
     /// Learning rates.
@@ -205,7 +205,8 @@ fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()
     if shard.stage == 0 || shard.ranks == 1 || shard.is_split() {
         return Ok(());
     }
-    let (at, parts) = (ranks::At::unit("the gathering of updated weights", flat.unit), shard.parts(flat.len));
+    let (at, parts) =
+        (ranks::CollectiveId::unit("the gathering of updated weights", flat.unit), shard.parts(flat.len));
     let group = params.split.group(comm, flat.kind);
     for all in flat.shared() {
         // a copy, because a peer may not read a buffer that is being written

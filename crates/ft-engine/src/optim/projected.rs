@@ -3,10 +3,10 @@
 //! across projections, so the sign of each singular vector, which the SVD leaves open, matters: the entry of
 //! largest magnitude is positive.
 
-use crate::params::buffers::Held;
-use crate::params::buffers::moments::Of;
+use crate::params::buffers::LocalShard;
+use crate::params::buffers::moments::MomentsView;
 use crate::params::buffers::projected::Projected;
-use crate::params::{Flat, Params};
+use crate::params::{FlatParam, Params};
 use candle_core::{DType, Device, Result};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::decompose::Matrix;
@@ -27,8 +27,8 @@ impl GaLore {
     pub fn step(
         &self,
         params: &Params,
-        (flat, p): (&Flat, &Projected),
-        grads: &Held,
+        (flat, p): (&FlatParam, &Projected),
+        grads: &LocalShard,
         k: &AdamW,
     ) -> Result<()> {
         let slot = &params.slots[p.index];
@@ -42,8 +42,8 @@ impl GaLore {
         let inner = AdamW { weight_decay: 0.0, ..*k };
         for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
             match p.moments.of(range)? {
-                Of::Wide([m, v]) => adamw(&delta, &m, &v, &low, None, &inner)?,
-                Of::Coded(all) => adamw8bit(&delta, &all, &low, None, &inner)?,
+                MomentsView::F32([m, v]) => adamw(&delta, &m, &v, &low, None, &inner)?,
+                MomentsView::EightBit(all) => adamw8bit(&delta, &all, &low, None, &inner)?,
             }
         }
         drop(low);

@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes() {
+    fn learning_rates_follow_their_schedule() {
         let c = schedule(ft_recipe::Schedule::Cosine, 2);
         assert_eq!((c.at(0, 1.0), c.at(1, 1.0), c.at(2, 1.0)), (0.5, 1.0, 1.0));
         assert!((c.at(7, 1.0) - 0.55).abs() < 1e-12 && (c.at(12, 1.0) - 0.1).abs() < 1e-12);

@@ -1,8 +1,8 @@
 //! Update of a part of a flat buffer.
 
-use crate::params::Flat;
-use crate::params::buffers::Held;
-use crate::params::buffers::moments::Of;
+use crate::params::FlatParam;
+use crate::params::buffers::LocalShard;
+use crate::params::buffers::moments::MomentsView;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::{AdamW, adamw, adamw_rounded, adamw8bit, adamw8bit_rounded};
@@ -11,8 +11,8 @@ use std::ops::Range;
 /// Update of a range of flat buffers, within one parameter group.
 #[derive(Clone)]
 pub(super) struct Update<'a> {
-    pub flat: &'a Flat,
-    pub grads: &'a Held,
+    pub flat: &'a FlatParam,
+    pub grads: &'a LocalShard,
     pub range: Range<usize>,
     /// Hyperparameters.
     pub k: AdamW,
@@ -48,16 +48,16 @@ impl Update<'_> {
         }
         let p = self.master()?;
         match moments {
-            Of::Wide([m, v]) => adamw(&p, &m, &v, grads, copy, &self.k),
-            Of::Coded(all) => adamw8bit(&p, &all, grads, copy, &self.k),
+            MomentsView::F32([m, v]) => adamw(&p, &m, &v, grads, copy, &self.k),
+            MomentsView::EightBit(all) => adamw8bit(&p, &all, grads, copy, &self.k),
         }
     }
 
-    fn apply_rounded(&self, grads: &Tensor, moments: Of) -> Result<()> {
+    fn apply_rounded(&self, grads: &Tensor, moments: MomentsView) -> Result<()> {
         let draws = self.flat.draws(self.k.t, self.range.start);
         self.flat.compute_on(self.range.clone(), grads.real()?.device(), |p| match &moments {
-            Of::Wide([m, v]) => adamw_rounded(p, [m, v, grads], draws, &self.k),
-            Of::Coded(all) => adamw8bit_rounded(p, all, grads, draws, &self.k),
+            MomentsView::F32([m, v]) => adamw_rounded(p, [m, v, grads], draws, &self.k),
+            MomentsView::EightBit(all) => adamw8bit_rounded(p, all, grads, draws, &self.k),
         })
     }
 

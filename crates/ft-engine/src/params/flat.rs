@@ -4,7 +4,7 @@ use super::buffers::allocate::Allocate;
 use super::buffers::layout::FlatLayout;
 use super::buffers::moments::Moments;
 use super::buffers::projected::Projected;
-use super::buffers::{Buffer, FlatKind, Held, Shard, common};
+use super::buffers::{Buffer, FlatKind, LocalShard, Shard, common};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::Draws;
@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Flat buffers of one unit and kind.
 #[derive(Debug)]
-pub struct Flat {
+pub struct FlatParam {
     /// Unit of the walk.
     pub unit: usize,
     /// Ranks that hold copies.
@@ -28,9 +28,9 @@ pub struct Flat {
     pub compute: Buffer,
     /// f32 master weights: this rank's share of the range `kept`. Shares memory with the held part of
     /// `compute` if that is f32 on the same device.
-    pub master: Held,
+    pub master: LocalShard,
     /// Elements with master weights. For all others, the compute buffer is the only copy: see
-    /// [`Flat::draws`].
+    /// [`FlatParam::draws`].
     pub kept: Range<usize>,
     /// Index among all buffers, and seed of stochastic rounding for elements without master weights.
     number: usize,
@@ -40,7 +40,7 @@ pub struct Flat {
     /// Whether every rank holds all master weights of this unit.
     pub replicated: bool,
     /// f32 gradients; `None` in inference, or if the unit is updated during backward.
-    pub grads: Option<Held>,
+    pub grads: Option<LocalShard>,
     /// AdamW's moments, except for projected matrices.
     pub moments: Option<Moments>,
     /// GaLore state of projected matrices.
@@ -63,7 +63,7 @@ pub(super) struct Placement<'a> {
     pub(super) home: &'a Device,
 }
 
-impl Flat {
+impl FlatParam {
     /// Allocates zero-filled buffers.
     pub(super) fn new(
         layout: FlatLayout,
@@ -85,8 +85,8 @@ impl Flat {
         let kept = layout.kept(what.rounding.is_some(), dtype, wide);
         let master = match (same, replicated) {
             (true, _) => compute.held.clone(),
-            (_, true) => Held::zeros(kept.clone(), home)?,
-            _ => Held::zeros(common(&states, &kept), home)?,
+            (_, true) => LocalShard::zeros(kept.clone(), home)?,
+            _ => LocalShard::zeros(common(&states, &kept), home)?,
         };
         // In f32, the compute buffer has the same values.
         let copies = gathered && wide && dtype != DType::F32;
@@ -95,7 +95,7 @@ impl Flat {
         } else {
             None
         };
-        let grads = || Held::zeros(shard.held(len, 2), device);
+        let grads = || LocalShard::zeros(shard.held(len, 2), device);
         let large = if what.eight_bit { layout.large } else { 0 };
         let moments = || Moments::new(&common(&states, &(0..layout.plain)), large, home);
         Ok(Self {

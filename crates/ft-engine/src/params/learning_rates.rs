@@ -172,7 +172,7 @@ mod tests {
 
     /// LoRA+: B has a learning rate of its own.
     #[test]
-    fn b_has_a_factor() -> anyhow::Result<()> {
+    fn lr_scale_b_gives_b_a_rate_of_its_own() -> anyhow::Result<()> {
         assert_eq!(
             shown(&["optimizer.lr_scale_b=16"])?,
             "3.2e-3 (LoRA's B, by default, lr_scale 16), 9.6e-4 (LoRA's B, by default, lr_scale 4.8), 2e-4 (LoRA, by \
@@ -184,7 +184,7 @@ mod tests {
 
     /// A rule for one method does not affect another method's default.
     #[test]
-    fn the_default_is_by_method() -> anyhow::Result<()> {
+    fn the_default_learning_rate_is_by_method() -> anyhow::Result<()> {
         assert_eq!(
             shown(&[])?,
             "2e-4 (LoRA, by default), 6e-5 (LoRA, by default, lr_scale 0.3), 1e-5 (in full, by default)"
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_that_cannot_be_is_refused() -> anyhow::Result<()> {
+    fn learning_rates_out_of_range_are_refused() -> anyhow::Result<()> {
         for set in [
             // between the defaults of LoRA and full training
             &["optimizer.min_lr=1e-4"][..],

@@ -9,6 +9,6 @@ pub mod learning_rates;
 mod params;
 
 pub use buffers::allocate::Allocate;
-pub use flat::Flat;
+pub use flat::FlatParam;
 pub use learning_rates::LearningRate;
 pub use params::Params;

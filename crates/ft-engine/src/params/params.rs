@@ -12,11 +12,11 @@ use super::buffers::layout::{FlatLayout, layout};
 use super::buffers::moments::is_large;
 use super::buffers::projected::{Projected, Projection, Shapes};
 use super::buffers::{Buffer, FlatKind, Piece, Split, common};
-use super::flat::{Flat, Placement};
+use super::flat::{FlatParam, Placement};
 use crate::adapters::{Part, Trained};
 use crate::load::Initials;
-use crate::model::sink::Slot;
-use crate::ranks::{At, Comm};
+use crate::model::grad_accumulator::Slot;
+use crate::ranks::{CollectiveId, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::PendingTransfer;
@@ -37,7 +37,7 @@ pub struct Params {
     pub pieces: Vec<Piece>,
     /// Flat buffers, first those of whole tensors by unit, then those of pieces or of split experts; `None` if nothing
     /// trains.
-    pub flats: Vec<Option<Flat>>,
+    pub flats: Vec<Option<FlatParam>>,
     /// Compute dtype, and elements with master weights by flat buffer, those of other ranks too.
     dtype: DType,
     kept: Vec<Range<usize>>,
@@ -91,7 +91,7 @@ impl Params {
             let projected = own().filter(is_projected);
             let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
             let place = Placement { of, number, wide, dtype, device, home };
-            Flat::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
+            FlatParam::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
         };
         let flats = layouts.into_iter().enumerate().map(flat).collect::<Result<_>>()?;
         Ok(Self {
@@ -117,7 +117,7 @@ impl Params {
     ///
     /// # Errors
     /// A slot of no buffer.
-    pub fn flat(&self, slot: &Slot) -> Result<&Flat> {
+    pub fn flat(&self, slot: &Slot) -> Result<&FlatParam> {
         match self.flats.get(slot.flat) {
             Some(Some(f)) => Ok(f),
             _ => candle_core::bail!("no buffers for {slot:?}"),
@@ -125,7 +125,7 @@ impl Params {
     }
 
     /// Buffers of a unit, with their index.
-    pub fn of_unit(&self, unit: usize) -> impl Iterator<Item = (usize, &Flat)> {
+    pub fn of_unit(&self, unit: usize) -> impl Iterator<Item = (usize, &FlatParam)> {
         let all = self.flats.iter().enumerate().filter_map(|(i, f)| Some((i, f.as_ref()?)));
         all.filter(move |(_, f)| f.unit == unit)
     }
@@ -185,7 +185,7 @@ impl Params {
     /// # Errors
     /// A lost rank; device errors.
     pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<PendingTransfer>> {
-        let at = At::unit("the gathering of weights", unit);
+        let at = CollectiveId::unit("the gathering of weights", unit);
         self.gathered(unit).map(|b| b.gather(at, &self.split, comm)).collect()
     }
 
@@ -232,7 +232,7 @@ impl Params {
 
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
-        let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
+        let whole = |u: &FlatParam| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
         !self.split.is_of_part() && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
@@ -306,9 +306,9 @@ impl Params {
         Ok(self.flat(&self.slots[index])?.master.values.real()?.device())
     }
 
-    /// Gradient buffers, for a [`crate::model::sink::Sink`].
+    /// Gradient buffers, for a [`crate::model::grad_accumulator::GradAccumulator`].
     pub fn grads(&self) -> Vec<Option<Tensor>> {
-        let grads = |u: &Flat| u.grads.as_ref().map(|g| g.values.clone());
+        let grads = |u: &FlatParam| u.grads.as_ref().map(|g| g.values.clone());
         self.flats.iter().map(|u| u.as_ref().and_then(grads)).collect()
     }
 

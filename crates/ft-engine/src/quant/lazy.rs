@@ -57,26 +57,26 @@ pub struct LazyMatrix<'a> {
 }
 
 /// Decides on the location of a vector and returns a tensor there.
-pub type Place<'p, 'a> = dyn FnMut(LazyVector<'a>) -> ft_base::Result<Tensor> + 'p;
+pub type Materialize<'p, 'a> = dyn FnMut(LazyVector<'a>) -> ft_base::Result<Tensor> + 'p;
 
 impl<'a> LazyMatrix<'a> {
-    /// Builds the matrix for products in `compute`; `place` allocates codes and scales.
+    /// Builds the matrix for products in `compute`; `load` allocates codes and scales.
     ///
     /// # Errors
-    /// Errors from `place`.
-    pub fn placed(
+    /// Errors from `load`.
+    pub fn materialize(
         self,
         compute: DType,
         books: &mut CodeTables,
-        place: &mut Place<'_, 'a>,
+        load: &mut Materialize<'_, 'a>,
     ) -> ft_base::Result<QuantizedMatrix> {
-        let packed = place(self.packed)?;
+        let packed = load(self.packed)?;
         let scales = match self.scales {
-            LazyScales::Plain(scales) => Scales::Plain(place(scales)?),
+            LazyScales::Plain(scales) => Scales::Plain(load(scales)?),
             LazyScales::Nested { codes, factors, map, group, offset } => Scales::Nested {
-                codes: place(codes)?,
+                codes: load(codes)?,
                 map: books.map(&map)?,
-                absmax: place(factors)?,
+                absmax: load(factors)?,
                 group,
                 offset,
             },
@@ -91,7 +91,7 @@ impl<'a> LazyMatrix<'a> {
     /// Read errors.
     pub fn whole(self, compute: DType, books: &mut CodeTables) -> ft_base::Result<QuantizedMatrix> {
         let device = books.device().clone();
-        self.placed(compute, books, &mut |u| Ok((u.read)(0..u.len)?.to_device(&device)?.into()))
+        self.materialize(compute, books, &mut |u| Ok((u.read)(0..u.len)?.to_device(&device)?.into()))
     }
 }
 

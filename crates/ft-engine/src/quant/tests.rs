@@ -122,7 +122,7 @@ fn written(tensors: &[(String, Tensor)]) -> Result<(tempfile::TempDir, TensorFil
 }
 
 #[test]
-fn what_is_written_reads_back_as_what_was_made() -> Result<()> {
+fn a_quantized_matrix_is_read_back_as_it_was_written() -> Result<()> {
     let original = fixture()?;
     for double in [false, true] {
         let (_dir, files) = written(&tensors(double)?)?;
@@ -169,7 +169,7 @@ fn refused(tensors: &[(String, Tensor)]) -> Result<String> {
 }
 
 #[test]
-fn a_state_that_lies_is_refused_by_name() -> Result<()> {
+fn a_quantization_state_that_contradicts_its_tensors_is_refused() -> Result<()> {
     let good = tensors(true)?;
     for (from, to, says) in [
         ("[160,208]", "[208,160]", "shape: [208,160]; config.json makes it [160, 208]"),
@@ -241,7 +241,7 @@ fn tensors_that_do_not_belong_are_refused_by_name() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_quantized_is_refused_by_name() -> Result<()> {
+fn matrices_that_cannot_be_quantized_are_refused_by_name() -> Result<()> {
     let bad = |t: Tensor| -> Result<String> {
         let (_dir, files) = written(&[("w".into(), t)])?;
         Ok(from_files(&files, "w").err().context("it was quantized")?.to_string())

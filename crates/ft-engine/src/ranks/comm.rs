@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Name of a collective and the unit of the walk it belongs to, for error messages and consistency checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct At {
+pub struct CollectiveId {
     /// Purpose, as error messages print it.
     pub what: &'static str,
     /// Unit of the walk, if the collective belongs to one.
@@ -25,7 +25,7 @@ pub struct At {
     ranks: (u32, u32, u32),
 }
 
-impl At {
+impl CollectiveId {
     /// A collective over all units.
     pub const fn all(what: &'static str) -> Self {
         Self { what, unit: None, axis: Axis::World, ranks: (0, 0, 0) }
@@ -45,7 +45,7 @@ impl At {
 }
 
 /// Formats as `the sum of gradients of unit 3 (expert replica group 0-6 by 2)`.
-impl fmt::Display for At {
+impl fmt::Display for CollectiveId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.what)?;
         if let Some(unit) = self.unit {
@@ -64,7 +64,7 @@ impl fmt::Display for At {
 pub struct Received([AtomicU64; Axis::ALL.len()]);
 
 impl Received {
-    pub(super) fn count(&self, at: At, bytes: usize) {
+    pub(super) fn count(&self, at: CollectiveId, bytes: usize) {
         self.0[at.axis as usize].fetch_add(bytes as u64, Relaxed);
     }
 
@@ -95,7 +95,7 @@ pub trait Comm: Send + Sync {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>>;
@@ -107,7 +107,7 @@ pub trait Comm: Send + Sync {
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -120,7 +120,7 @@ pub trait Comm: Send + Sync {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -133,9 +133,9 @@ pub trait Comm: Send + Sync {
     fn exchange_among(
         &self,
         members: &[usize],
-        at: At,
-        out: &[Piece],
-        into: &[Piece],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
     ) -> Result<PendingTransfer>;
 
     /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
@@ -162,7 +162,7 @@ pub trait Comm: Send + Sync {
     ///
     /// # Errors
     /// A lost rank.
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&self, at: CollectiveId, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
         self.all_gather_bytes_among(&self.everyone(), at, mine, timed)
     }
 
@@ -174,7 +174,7 @@ pub trait Comm: Send + Sync {
     /// A lost rank; a tensor operation that fails.
     fn reduce_scatter(
         &self,
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -189,7 +189,7 @@ pub trait Comm: Send + Sync {
     /// A lost rank; a tensor operation that fails.
     fn all_gather(
         &self,
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -204,33 +204,33 @@ pub trait Comm: Send + Sync {
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn exchange(&self, at: At, out: &[Piece], into: &[Piece]) -> Result<PendingTransfer> {
+    fn exchange(&self, at: CollectiveId, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
         self.exchange_among(&self.everyone(), at, out, into)
     }
 }
 
 /// The words of a message.
-pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
-    bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect()
+pub(crate) fn words_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b))
 }
 
 /// A peer and a tensor to send or to fill.
-pub type Piece = (usize, Tensor);
+pub type PeerTensor = (usize, Tensor);
 
 /// What a rank says before a sum: whether it gives a part, and its range.
-pub(super) struct Said {
+pub(super) struct ReduceScatterHeader {
     pub(super) gives: bool,
     pub(super) range: Range<usize>,
 }
 
-impl Said {
+impl ReduceScatterHeader {
     pub(super) fn bytes(&self) -> Vec<u8> {
         let words = [u64::from(self.gives), self.range.start as u64, self.range.end as u64];
         bytemuck::cast_slice::<u64, u8>(&words).to_vec()
     }
 
     pub(super) fn of(bytes: &[u8]) -> Self {
-        let mut words = words_of(bytes).into_iter();
+        let mut words = words_of(bytes);
         let mut next = || words.next().unwrap_or(0) as usize;
         Self { gives: next() != 0, range: next()..next() }
     }
@@ -242,7 +242,11 @@ impl dyn Comm + '_ {
     ///
     /// # Errors
     /// A lost rank.
-    pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, at: At, mine: &T) -> Result<Vec<T>> {
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        at: CollectiveId,
+        mine: &T,
+    ) -> Result<Vec<T>> {
         let all = self.all_gather_bytes(at, &to_json(at, mine)?, true)?;
         Ok(all.iter().map(|bytes| from_json(at, bytes)).collect::<Result<_, _>>()?)
     }
@@ -252,7 +256,7 @@ impl dyn Comm + '_ {
     ///
     /// # Errors
     /// A lost rank.
-    pub fn broadcast_object<T: Serialize>(&self, at: At, object: &T) -> Result<()> {
+    pub fn broadcast_object<T: Serialize>(&self, at: CollectiveId, object: &T) -> Result<()> {
         self.all_gather_bytes(at, &to_json(at, object)?, false).map(drop)
     }
 
@@ -260,7 +264,7 @@ impl dyn Comm + '_ {
     ///
     /// # Errors
     /// A lost rank.
-    pub fn receive_object<T: DeserializeOwned>(&self, at: At) -> Result<Option<T>> {
+    pub fn receive_object<T: DeserializeOwned>(&self, at: CollectiveId) -> Result<Option<T>> {
         let all = self.all_gather_bytes(at, &[], false)?;
         let first = all.first().filter(|bytes| !bytes.is_empty());
         Ok(first.map(|bytes| from_json(at, bytes)).transpose()?)
@@ -270,16 +274,16 @@ impl dyn Comm + '_ {
     ///
     /// # Errors
     /// A lost rank.
-    pub fn barrier(&self, at: At) -> Result<()> {
+    pub fn barrier(&self, at: CollectiveId) -> Result<()> {
         self.all_gather_bytes(at, &[], false).map(drop)
     }
 }
 
-fn to_json(at: At, object: &impl Serialize) -> Result<Vec<u8>, NotJson> {
+fn to_json(at: CollectiveId, object: &impl Serialize) -> Result<Vec<u8>, NotJson> {
     serde_json::to_vec(object).map_err(|source| NotJson { at, source })
 }
 
-fn from_json<T: DeserializeOwned>(at: At, bytes: &[u8]) -> Result<T, NotJson> {
+fn from_json<T: DeserializeOwned>(at: CollectiveId, bytes: &[u8]) -> Result<T, NotJson> {
     serde_json::from_slice(bytes).map_err(|source| NotJson { at, source })
 }
 
@@ -287,7 +291,7 @@ fn from_json<T: DeserializeOwned>(at: At, bytes: &[u8]) -> Result<T, NotJson> {
 #[derive(Debug, thiserror::Error)]
 #[error("{at}: {source}: a bug in ft")]
 struct NotJson {
-    at: At,
+    at: CollectiveId,
     source: serde_json::Error,
 }
 
@@ -310,7 +314,7 @@ pub struct Error {
     /// Host name.
     pub host: String,
     /// Last collective of the rank.
-    pub at: At,
+    pub at: CollectiveId,
     /// Reason.
     pub why: String,
     /// Exit code of the rank's own error; [`ExitCode::LostRank`] if unknown.

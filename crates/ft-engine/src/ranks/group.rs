@@ -1,7 +1,7 @@
 //! Groups of ranks along an axis of the mesh.
 
 use super::callbacks::Callback;
-use super::comm::{At, Comm, Error, Piece, Received};
+use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received};
 use super::mesh::{Axis, Mesh};
 use ft_base::Result;
 use ft_kernels::Tensor;
@@ -46,7 +46,7 @@ impl<'a> Group<'a> {
         self.members.get(member).copied().unwrap_or(usize::MAX)
     }
 
-    fn at(&self, at: At) -> At {
+    fn at(&self, at: CollectiveId) -> CollectiveId {
         if self.axis == Axis::World { at } else { at.among(self.axis, &self.members) }
     }
 }
@@ -63,7 +63,7 @@ impl Comm for Group<'_> {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>> {
@@ -73,7 +73,7 @@ impl Comm for Group<'_> {
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -84,7 +84,7 @@ impl Comm for Group<'_> {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -95,11 +95,11 @@ impl Comm for Group<'_> {
     fn exchange_among(
         &self,
         members: &[usize],
-        at: At,
-        out: &[Piece],
-        into: &[Piece],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
     ) -> Result<PendingTransfer> {
-        let peers = |all: &[Piece]| -> Vec<Piece> {
+        let peers = |all: &[PeerTensor]| -> Vec<PeerTensor> {
             all.iter().map(|(member, t)| (self.rank_of(*member), t.clone())).collect()
         };
         self.comm.exchange_among(&self.ranks(members), self.at(at), &peers(out), &peers(into))

@@ -6,7 +6,7 @@
 //! in a CUDA kernel, so results have the same bits at every ZeRO stage.
 
 use super::callbacks::Callback;
-use super::comm::{At, Comm, Error, Piece, Received, Said};
+use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader};
 use candle_core::Device;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const CHECK: Duration = Duration::from_millis(100);
 /// Time to wait for the host group to name a lost rank before reporting an NCCL error.
 const NAMING: Duration = Duration::from_secs(1);
-const MEETING: At = At::all("the meeting of NCCL");
-const END: At = At::all("the end of NCCL");
+const RENDEZVOUS: CollectiveId = CollectiveId::all("the rendezvous of NCCL");
+const END: CollectiveId = CollectiveId::all("the end of NCCL");
 
 /// An error of NCCL.
 #[derive(Debug, thiserror::Error)]
@@ -74,14 +74,14 @@ pub fn with<R>(
 /// Creates the NCCL communicator together with all ranks.
 fn meet(host: &dyn Comm, device: &Device) -> Result<Link> {
     let id = if host.rank() == 0 { nccl::id()?.to_vec() } else { Vec::new() };
-    let all = host.all_gather_bytes(MEETING, &id, true)?;
+    let all = host.all_gather_bytes(RENDEZVOUS, &id, true)?;
     let Some(id) = all.first().and_then(|id| id.as_slice().try_into().ok()) else {
         return Err(NcclError("the first rank has not said where NCCL meets: a bug in ft".into()).into());
     };
     let link = Link::join(device, id, (host.rank(), host.world()), &|| host.lost().is_some());
     let link = link.map_err(|e| NcclError(e.to_string()))?;
     // No rank starts before all have joined.
-    host.all_gather_bytes(MEETING, &[], true)?;
+    host.all_gather_bytes(RENDEZVOUS, &[], true)?;
     Ok(link)
 }
 
@@ -144,7 +144,7 @@ impl Comm for Nccl<'_> {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>> {
@@ -155,7 +155,7 @@ impl Comm for Nccl<'_> {
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -164,9 +164,10 @@ impl Comm for Nccl<'_> {
             return self.host.reduce_scatter_among(members, at, part, range, to);
         }
         let others = self.others(members);
-        let said = Said { gives: part.is_some(), range: range.clone() };
+        let said = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
         let said = self.all_gather_bytes_among(members, at, &said.bytes(), true)?;
-        let said: Vec<Said> = said.iter().map(|bytes| Said::of(bytes)).collect();
+        let said: Vec<ReduceScatterHeader> =
+            said.iter().map(|bytes| ReduceScatterHeader::of(bytes)).collect();
         self.received().count(at, size_of::<f32>() * range.len() * others.len());
         let (n, mut out, mut into) = (range.len(), Vec::new(), Vec::new());
         if let Some(part) = &part {
@@ -205,7 +206,7 @@ impl Comm for Nccl<'_> {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -251,9 +252,9 @@ impl Comm for Nccl<'_> {
     fn exchange_among(
         &self,
         members: &[usize],
-        at: At,
-        out: &[Piece],
-        into: &[Piece],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
     ) -> Result<PendingTransfer> {
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for (all, real) in [(out, &mut from), (into, &mut to)] {

@@ -4,18 +4,18 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Forward pass; on the last stage with the head.
-    Up(usize),
+    Forward(usize),
     /// Backward pass.
-    Down(usize),
+    Backward(usize),
     /// One exchange with the stage above: hidden states go up, gradients of another micro-batch come down.
-    Above(Passed),
+    Above(ExchangeMicros),
     /// One exchange with the stage below: hidden states come up, gradients of another micro-batch go down.
-    Below(Passed),
+    Below(ExchangeMicros),
 }
 
 /// Micro-batches that an exchange is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Passed {
+pub struct ExchangeMicros {
     /// Whose hidden states go up.
     pub up: Option<usize>,
     /// Whose gradients go down.
@@ -30,34 +30,34 @@ pub fn schedule(stages: usize, stage: usize, micros: usize, lowest: usize) -> Ve
     let above = |list: &mut Vec<Action>, up: Option<usize>, down: Option<usize>| {
         let down = down.filter(|_| stage >= lowest);
         if stage + 1 < stages && (up, down) != (None, None) {
-            list.push(Action::Above(Passed { up, down }));
+            list.push(Action::Above(ExchangeMicros { up, down }));
         }
     };
     let below = |list: &mut Vec<Action>, up: Option<usize>, down: Option<usize>| {
         let down = down.filter(|_| stage > lowest);
         if stage > 0 && (up, down) != (None, None) {
-            list.push(Action::Below(Passed { up, down }));
+            list.push(Action::Below(ExchangeMicros { up, down }));
         }
     };
     let ahead = (stages - 1 - stage).min(micros);
     for i in 0..ahead {
         below(&mut list, Some(i), None);
-        list.push(Action::Up(i));
+        list.push(Action::Forward(i));
         above(&mut list, Some(i), None);
     }
     below(&mut list, Some(ahead).filter(|i| *i < micros), None);
     for i in ahead..micros {
-        list.push(Action::Up(i));
+        list.push(Action::Forward(i));
         above(&mut list, Some(i), Some(i - ahead));
-        list.push(Action::Down(i - ahead));
+        list.push(Action::Backward(i - ahead));
         below(&mut list, Some(i + 1).filter(|i| *i < micros), Some(i - ahead));
     }
     for k in micros - ahead..micros {
         above(&mut list, None, Some(k));
-        list.push(Action::Down(k));
+        list.push(Action::Backward(k));
         below(&mut list, None, Some(k));
     }
-    list.retain(|action| stage >= lowest || !matches!(action, Action::Down(_)));
+    list.retain(|action| stage >= lowest || !matches!(action, Action::Backward(_)));
     list
 }
 
@@ -67,20 +67,20 @@ mod tests {
     use std::fmt::Write;
 
     fn word(action: Action) -> String {
-        let passed = |p: Passed| {
+        let passed = |p: ExchangeMicros| {
             let [up, down] = [p.up, p.down].map(|i| i.map_or("-".into(), |i| i.to_string()));
             format!("({up} {down})")
         };
         match action {
-            Action::Up(i) => format!("U{i}"),
-            Action::Down(i) => format!("D{i}"),
+            Action::Forward(i) => format!("U{i}"),
+            Action::Backward(i) => format!("D{i}"),
             Action::Above(p) => format!("^{}", passed(p)),
             Action::Below(p) => format!("v{}", passed(p)),
         }
     }
 
     #[test]
-    fn lists_of_a_few_stages() {
+    fn schedules_of_a_few_stages_are_as_listed() {
         let mut all = String::new();
         for (stages, micros, lowest) in [(1, 2, 0), (2, 3, 0), (3, 2, 0), (4, 3, 0), (3, 3, 1)] {
             let _ = writeln!(all, "{stages} stages, {micros} micro-batches, from stage {lowest} on");
@@ -125,7 +125,7 @@ mod tests {
                 (Some(Action::Above(a)), Some(Action::Below(b))) => a == b,
                 _ => false,
             };
-            let alone = |a: &Option<Action>| matches!(a, Some(Action::Up(_) | Action::Down(_)));
+            let alone = |a: &Option<Action>| matches!(a, Some(Action::Forward(_) | Action::Backward(_)));
             let moves = |s: usize| alone(&next[s]) || meets(s) || s > 0 && meets(s - 1);
             let moving: Vec<usize> = (0..lists.len()).filter(|s| moves(*s)).collect();
             if moving.is_empty() {
@@ -151,11 +151,11 @@ mod tests {
                     p.down.iter().for_each(|k| assert_eq!(*k, dy));
                     dy += usize::from(p.down.is_some());
                 }
-                Action::Up(i) => {
+                Action::Forward(i) => {
                     assert!(*i == up && (first || came > *i));
                     up += 1;
                 }
-                Action::Down(k) => {
+                Action::Backward(k) => {
                     assert!(*k == down && up > *k && (last || dy > *k));
                     down += 1;
                 }
@@ -183,7 +183,7 @@ mod tests {
     /// The simulator sees what separate exchanges do: both sides send first.
     #[test]
     fn exchanges_in_two_parts_wait_forever() {
-        let part = |up, down| Passed { up, down };
+        let part = |up, down| ExchangeMicros { up, down };
         let lower = vec![Action::Above(part(Some(0), None)), Action::Above(part(None, Some(0)))];
         let upper = vec![Action::Below(part(None, Some(0))), Action::Below(part(Some(0), None))];
         assert!(simulate(&[lower, upper]).is_err());

@@ -4,7 +4,7 @@
 //! not stall computation. Each ordered pair of ranks has a mailbox; a collective waits for its members only.
 
 use super::callbacks::{Callback, call_all};
-use super::comm::{At, Comm, Error, Piece, Received};
+use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received};
 use super::mesh::Mesh;
 use super::sum;
 use ft_base::Result;
@@ -18,20 +18,20 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Placeholder before the first collective.
-const START: At = At::all("none yet");
+const START: CollectiveId = CollectiveId::all("none yet");
 
 /// What a rank gives to another.
 #[derive(Clone)]
-enum Given {
+enum Message {
     Bytes(Vec<u8>),
     Tensor(Option<Tensor>),
 }
 
 struct State {
     /// What was given and not yet taken, by ordered pair of ranks: from, then to.
-    boxes: Vec<VecDeque<(At, Given)>>,
+    boxes: Vec<VecDeque<(CollectiveId, Message)>>,
     /// Current or last collective, by rank.
-    at: Vec<At>,
+    at: Vec<CollectiveId>,
     /// Ranks that a rank waits for.
     waits: Vec<Vec<usize>>,
     failed: Option<Error>,
@@ -91,7 +91,7 @@ impl Group {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn error(&self, rank: usize, at: At, why: String, code: ExitCode) -> Error {
+    fn error(&self, rank: usize, at: CollectiveId, why: String, code: ExitCode) -> Error {
         let e = Error {
             rank,
             world: self.world,
@@ -120,7 +120,7 @@ impl Threads {
     }
 
     /// Puts something into the box of each peer. Never waits.
-    fn give(&self, at: At, all: impl IntoIterator<Item = (usize, Given)>) -> Result<(), Error> {
+    fn give(&self, at: CollectiveId, all: impl IntoIterator<Item = (usize, Message)>) -> Result<(), Error> {
         let g = &*self.group;
         let mut s = g.lock();
         if let Some(e) = &s.failed {
@@ -135,7 +135,12 @@ impl Threads {
     }
 
     /// Waits for something from each of `from`, in this order.
-    fn take(&self, at: At, from: &[usize], timeout: Option<Duration>) -> Result<Vec<Given>, Error> {
+    fn take(
+        &self,
+        at: CollectiveId,
+        from: &[usize],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<Message>, Error> {
         let g = &*self.group;
         let end = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut s = g.lock();
@@ -176,7 +181,7 @@ impl Threads {
     }
 
     /// Aborts the group; blames the first rank not yet in the collective, or the one that this one waits for.
-    fn hung(&self, s: &mut State, at: At) -> Error {
+    fn hung(&self, s: &mut State, at: CollectiveId) -> Error {
         let g = &*self.group;
         let (mut late, mut at) = (s.missing(self.rank, g.world).unwrap_or(self.rank), at);
         for _ in 0..g.world {
@@ -196,10 +201,10 @@ impl Threads {
     fn meet(
         &self,
         members: &[usize],
-        at: At,
-        mine: Given,
+        at: CollectiveId,
+        mine: Message,
         timeout: Option<Duration>,
-    ) -> Result<Vec<Given>, Error> {
+    ) -> Result<Vec<Message>, Error> {
         let others: Vec<usize> = members.iter().copied().filter(|r| *r != self.rank).collect();
         self.give(at, others.iter().map(|r| (*r, mine.clone())))?;
         let mut all = self.take(at, &others, timeout)?;
@@ -212,15 +217,15 @@ impl Threads {
     /// released `mine`.
     fn with_tensors(
         &self,
-        (members, at): (&[usize], At),
+        (members, at): (&[usize], CollectiveId),
         mine: Option<Tensor>,
-        f: impl FnOnce(&[Given]) -> Result<()>,
+        f: impl FnOnce(&[Message]) -> Result<()>,
     ) -> Result<()> {
         let timeout = Some(self.group.timeout);
-        let all = self.meet(members, at, Given::Tensor(mine.clone()), timeout)?;
+        let all = self.meet(members, at, Message::Tensor(mine.clone()), timeout)?;
         f(&all)?;
         drop(all);
-        self.meet(members, at, Given::Bytes(Vec::new()), timeout)?;
+        self.meet(members, at, Message::Bytes(Vec::new()), timeout)?;
         // Freed by the thread that has allocated it: memory is counted by rank.
         drop(mine);
         Ok(())
@@ -235,9 +240,9 @@ impl State {
 }
 
 /// The contributed tensors with their members.
-fn tensors(all: &[Given]) -> impl Iterator<Item = (usize, &Tensor)> {
+fn tensors(all: &[Message]) -> impl Iterator<Item = (usize, &Tensor)> {
     all.iter().enumerate().filter_map(|(r, g)| match g {
-        Given::Tensor(Some(t)) => Some((r, t)),
+        Message::Tensor(Some(t)) => Some((r, t)),
         _ => None,
     })
 }
@@ -254,20 +259,20 @@ impl Comm for Threads {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>> {
         let timeout = timed.then_some(self.group.timeout);
-        let all = self.meet(members, at, Given::Bytes(mine.to_vec()), timeout)?;
-        let bytes = |c: Given| if let Given::Bytes(b) = c { b } else { Vec::new() };
+        let all = self.meet(members, at, Message::Bytes(mine.to_vec()), timeout)?;
+        let bytes = |c: Message| if let Message::Bytes(b) = c { b } else { Vec::new() };
         Ok(all.into_iter().map(bytes).collect())
     }
 
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -294,7 +299,7 @@ impl Comm for Threads {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -312,9 +317,15 @@ impl Comm for Threads {
         Ok(PendingTransfer::over())
     }
 
-    fn exchange_among(&self, _: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<PendingTransfer> {
+    fn exchange_among(
+        &self,
+        _: &[usize],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
+    ) -> Result<PendingTransfer> {
         let timeout = Some(self.group.timeout);
-        self.give(at, out.iter().map(|(to, t)| (*to, Given::Tensor(Some(t.clone())))))?;
+        self.give(at, out.iter().map(|(to, t)| (*to, Message::Tensor(Some(t.clone())))))?;
         for (from, to) in into {
             let given = self.take(at, &[*from], timeout)?;
             for (_, t) in tensors(&given) {
@@ -323,8 +334,8 @@ impl Comm for Threads {
             }
         }
         // No rank goes on before its tensors have been copied.
-        let peers = |all: &[Piece]| all.iter().map(|(peer, _)| *peer).collect::<BTreeSet<usize>>();
-        self.give(at, peers(into).into_iter().map(|from| (from, Given::Bytes(Vec::new()))))?;
+        let peers = |all: &[PeerTensor]| all.iter().map(|(peer, _)| *peer).collect::<BTreeSet<usize>>();
+        self.give(at, peers(into).into_iter().map(|from| (from, Message::Bytes(Vec::new()))))?;
         self.take(at, &peers(out).into_iter().collect::<Vec<_>>(), timeout)?;
         Ok(PendingTransfer::over())
     }
@@ -383,7 +394,7 @@ mod tests {
     }
 
     const LONG: Duration = Duration::from_secs(100);
-    const SUM: At = At::unit("a test", 3);
+    const SUM: CollectiveId = CollectiveId::unit("a test", 3);
 
     #[test]
     fn sums_are_in_rank_order_and_parts_come_where_they_belong() -> Result<()> {
@@ -441,7 +452,9 @@ mod tests {
                     goes(&c);
                     return None;
                 }
-                Some(c.all_gather_bytes(At::all("the next"), &[], true).expect_err("one is missing"))
+                Some(
+                    c.all_gather_bytes(CollectiveId::all("the next"), &[], true).expect_err("one is missing"),
+                )
             });
             let errors: Vec<_> = errors.into_iter().flatten().collect();
             assert_eq!(errors.len(), 2, "{why}");
@@ -459,7 +472,8 @@ mod tests {
         // Ranks that wait must start to wait within this time of one another.
         let errors = each(3, Duration::from_secs(5), |c| {
             c.all_gather_bytes(SUM, &[], false).expect("all are there");
-            let e = (c.rank() != 1).then(|| c.reduce_scatter(At::all("the next"), None, 0..0, &none()).err());
+            let e = (c.rank() != 1)
+                .then(|| c.reduce_scatter(CollectiveId::all("the next"), None, 0..0, &none()).err());
             late.wait();
             e.flatten()
         });
@@ -503,7 +517,7 @@ mod tests {
 
     /// Every rank sends each of two peers a tensor of its own length; tensors of several ranks come in order.
     #[test]
-    fn pieces_come_where_they_belong() -> Result<()> {
+    fn exchanged_tensors_arrive_at_their_ranks_in_order() -> Result<()> {
         let sent = |from: usize, to: usize| randn((7 * from + to) as u64, 5 + from + 2 * to, DType::F32);
         let got = each(3, LONG, |c| -> Result<bool> {
             let (me, mut whole) = (c.rank(), true);
@@ -512,7 +526,7 @@ mod tests {
                 let out = others().map(|r| Ok((r, sent(me, r)?))).collect::<Result<Vec<_>>>()?;
                 let place = |r: usize| Tensor::zeros(sent(r, me)?.elem_count(), DType::F32, &Device::Cpu);
                 let into = others().map(|r| Ok((r, place(r)?))).collect::<Result<Vec<_>>>()?;
-                c.exchange(At::all("pieces"), &out, &into)?.wait()?;
+                c.exchange(CollectiveId::all("pieces"), &out, &into)?.wait()?;
                 for (r, t) in &into {
                     whole &= values(t) == values(&sent(*r, me)?);
                 }
@@ -528,10 +542,10 @@ mod tests {
 
     /// The rank that all wait for is named, not one that waits itself.
     #[test]
-    fn the_last_of_a_chain_is_named() {
+    fn the_rank_that_all_wait_for_is_named() {
         let all = group(3, LONG);
         let mut s = all[0].group.lock();
-        (s.waits[0], s.waits[1], s.at[1]) = (vec![1], vec![2], At::all("the next"));
+        (s.waits[0], s.waits[1], s.at[1]) = (vec![1], vec![2], CollectiveId::all("the next"));
         let e = all[0].hung(&mut s, SUM);
         assert_eq!(
             (e.rank, e.hangs, e.why.contains("it has not come to the next within")),
@@ -542,7 +556,8 @@ mod tests {
 
     #[test]
     fn ranks_in_different_collectives_do_not_go_on() {
-        let errors = each(2, LONG, |c| c.all_gather_bytes(At::unit("a test", c.rank()), &[], true).err());
+        let errors =
+            each(2, LONG, |c| c.all_gather_bytes(CollectiveId::unit("a test", c.rank()), &[], true).err());
         assert!(errors.iter().all(|e| e.as_ref().is_some_and(|e| e.exit_code() == ExitCode::Internal)));
     }
 }

@@ -1,7 +1,7 @@
 //! Token-by-token generation with a KV cache; adapters stay unmerged.
 
 use super::finite::finite;
-use super::stage::Crossing;
+use super::stage::StageExchange;
 use super::visit::{Hooks, NoHooks, Outline, Reading, Visits};
 use crate::model::batch::{Context, HostBatch};
 use crate::model::mixer::Cache;
@@ -190,28 +190,28 @@ impl<'a> Reader<'a> {
         let mut x = match stage.filter(|_| !decoder.units.has_embedding()) {
             Some(stage) => stage.receive(Rows { own: n, attended: n })?.remove(0),
             None => {
-                pass.arrive()?;
+                pass.start_visit()?;
                 let x = decoder.embedding.forward(&sent)?;
                 decoder.embedding.begin(&x, &sent, &ctx)?;
-                pass.leave()?;
+                pass.end_visit()?;
                 x
             }
         };
         for l in decoder.units.own_layers() {
-            pass.arrive()?;
+            pass.start_visit()?;
             x = decoder.layers[l].forward(&x, &ctx, Some(&mut self.caches[l]), None)?.0;
-            pass.leave()?;
+            pass.end_visit()?;
         }
         self.seen.extend(ids);
         if let Some(stage) = stage.filter(|_| !decoder.units.has_head()) {
-            stage.exchange(true, Crossing { out: Some(vec![x]), into: None })?;
+            stage.exchange(true, StageExchange { out: Some(vec![x]), into: None })?;
             return Ok(());
         }
-        pass.arrive()?;
+        pass.start_visit()?;
         if let Some(head) = head {
             head(&x, &ctx)?;
         }
-        pass.leave()
+        pass.end_visit()
     }
 
     /// Drops the cache after `keep` tokens, or the whole of it if a layer's state cannot go back. Returns the number of

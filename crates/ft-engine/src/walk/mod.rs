@@ -9,9 +9,9 @@
 mod execution;
 mod finite;
 pub mod generate;
+mod idle;
 mod pass;
 mod routing;
-mod serve;
 mod stage;
 #[cfg(test)]
 mod tests;
@@ -23,7 +23,7 @@ pub use execution::{Dequantize, Execution, Inputs, Recomputed};
 pub use finite::{NotFinite, finite};
 pub use pass::Pass;
 pub use routing::{HostRouting, Load, RouterLosses, Routing, Total, dead, entropy, peak};
-pub use stage::{Crossing, Stage};
+pub use stage::{Stage, StageExchange};
 pub use times::{Part, Times};
 pub use visit::{Hooks, NoHooks, Outline, Reading, Visit};
 pub use walker::{Walk, dequantized_layer};

@@ -1,15 +1,15 @@
 //! A micro-batch in training: up through the units of a rank, the head, and down again.
 
+use super::idle::IdleState;
 use super::routing::Routing;
-use super::serve::Away;
 use super::times::Part;
 use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
 use crate::model::batch::Context;
+use crate::model::grad_accumulator::GradAccumulator;
 use crate::model::head::Output;
 use crate::model::layer::{self, Level};
 use crate::model::shared_state::SharedState;
-use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::{Device, Result};
 use ft_kernels::Tensor;
@@ -43,16 +43,16 @@ pub struct Pass<'a> {
     /// Routing decisions.
     pub routing: Routing,
     /// State between layers.
-    between: Arc<SharedState>,
+    shared_state: Arc<SharedState>,
     /// Experts of the layers on the rows of other ranks, on a rank without rows.
-    pub(super) served: Vec<Option<Away>>,
+    pub(super) idle: Vec<Option<IdleState>>,
 }
 
 impl<'a> Pass<'a> {
     /// State between layers, a part of which crosses the boundaries of a stage: see
     /// [`StageBoundary`](crate::model::stage_boundary::StageBoundary).
-    pub fn between(&self) -> &SharedState {
-        &self.between
+    pub fn shared_state(&self) -> &SharedState {
+        &self.shared_state
     }
 
     /// Begins the pass of a micro-batch down to unit `lowest`.
@@ -63,7 +63,7 @@ impl<'a> Pass<'a> {
         let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
         let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
         let kept = Vec::with_capacity(decoder.units.own_layers().len());
-        Ok(Self { visits, kept, routing: Routing::default(), between: Arc::default(), served: Vec::new() })
+        Ok(Self { visits, kept, routing: Routing::default(), shared_state: Arc::default(), idle: Vec::new() })
     }
 }
 
@@ -73,7 +73,7 @@ impl<'a> Walk<'a> {
     where
         'a: 'b,
     {
-        batch.context.for_pass(&pass.between, self.hooks.experts())
+        batch.context.for_pass(&pass.shared_state, self.hooks.experts())
     }
 
     /// State to save of layer `l`; `None` for layers below the lowest trained unit.
@@ -111,7 +111,7 @@ impl<'a> Walk<'a> {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn up(
+    pub fn forward_layers(
         &mut self,
         pass: &mut Pass<'_>,
         batch: &Batch<'_>,
@@ -123,22 +123,22 @@ impl<'a> Walk<'a> {
         let mut x = match below {
             Some(x) => x,
             None => {
-                self.arrive(&pass.visits)?;
+                self.start_visit(&pass.visits)?;
                 let x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
                 decoder.embedding.begin(&x, &batch.ids, &context)?;
-                pass.visits.leave()?;
+                pass.visits.end_visit()?;
                 x
             }
         };
         for l in decoder.units.own_layers() {
-            self.arrive(&pass.visits)?;
+            self.start_visit(&pass.visits)?;
             let (y, saved) = self.layer(l, &x, &context, &mut pass.routing)?;
             if let Some(Some(below)) = pass.kept.last_mut() {
                 below.x.release()?;
             }
             pass.kept.push(self.keep(l, &x, saved)?);
             x = y;
-            pass.visits.leave()?;
+            pass.visits.end_visit()?;
         }
         self.lap(Part::Forward)?;
         Ok(x)
@@ -153,14 +153,14 @@ impl<'a> Walk<'a> {
         pass: &mut Pass<'_>,
         batch: &Batch<'_>,
         x: Tensor,
-        (scale, sink): (f64, &Sink<'_>),
+        (scale, accum): (f64, &GradAccumulator<'_>),
     ) -> ft_base::Result<Output> {
-        self.arrive(&pass.visits)?;
+        self.start_visit(&pass.visits)?;
         let by = (scale, self.objective.as_deref_mut());
-        let out = self.decoder.head.train(&x, batch, self.head_rows, by, sink)?;
+        let out = self.decoder.head.train(&x, batch, self.head_rows, by, accum)?;
         self.lap(Part::Head)?;
         drop(x);
-        pass.visits.leave()?;
+        pass.visits.end_visit()?;
         Ok(out)
     }
 
@@ -169,12 +169,12 @@ impl<'a> Walk<'a> {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn down(
+    pub fn backward_layers(
         &mut self,
         pass: &mut Pass<'_>,
         batch: &Batch<'_>,
         dy: &Tensor,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> ft_base::Result<Option<Tensor>> {
         let context = self.context(pass, batch);
         let decoder = self.decoder;
@@ -182,7 +182,7 @@ impl<'a> Walk<'a> {
         let mut dy = Padded::of(dy)?;
         // available only after the whole forward pass: the load-balancing loss
         // couples the routers of all layers
-        pass.routing.share(batch.context.sharers.as_deref(), self.router_losses)?;
+        pass.routing.share(batch.context.micro_batch_group.as_deref(), self.router_losses)?;
         let balance = if context.is_idle() { None } else { pass.routing.balance(self.router_losses)? };
 
         let own = decoder.units.own_layers();
@@ -192,7 +192,7 @@ impl<'a> Walk<'a> {
             let below = l.checked_sub(1).filter(is_here).map(|b| &decoder.layers[b]);
             let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &context));
             let Some(Some(Saved { x, level, rest })) = pass.kept.pop() else { return Ok(None) };
-            self.arrive(&pass.visits)?;
+            self.start_visit(&pass.visits)?;
             let x = x.take(device)?;
             prefetch(&mut pass.kept, device)?;
             let dequantized = dequantized_layer(layer, self.dequantize, level, rest.routing().as_deref())?;
@@ -201,40 +201,50 @@ impl<'a> Walk<'a> {
             if level > Level::None {
                 self.lap(Part::Recompute)?;
             }
-            dy = layer.backward((&x, saved), &dy, &context, sink, balance.as_ref(), rank)?;
+            dy = layer.backward((&x, saved), &dy, &context, accum, balance.as_ref(), rank)?;
             drop((dequantized, x));
-            pass.visits.leave()?;
+            pass.visits.end_visit()?;
             self.lap(Part::Backward)?;
         }
         if !decoder.units.has_embedding() {
             return dy.values().map(Some).map_err(Into::into);
         }
         if decoder.embedding.trains() {
-            self.arrive(&pass.visits)?;
-            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, sink)?;
-            pass.visits.leave()?;
+            self.start_visit(&pass.visits)?;
+            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, accum)?;
+            pass.visits.end_visit()?;
             self.lap(Part::Backward)?;
         }
         Ok(None)
     }
 
     /// Forward and backward pass of one micro-batch. Returns the loss of each target, the cross-entropy if it has a
-    /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the sink.
+    /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the accumulator.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn train(&mut self, batch: &Batch<'_>, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
-        let outcome = self.train_all(batch, scale, sink);
+    pub fn train(
+        &mut self,
+        batch: &Batch<'_>,
+        scale: f64,
+        accum: &GradAccumulator<'_>,
+    ) -> ft_base::Result<Vec<Tensor>> {
+        let outcome = self.train_all(batch, scale, accum);
         outcome.map_err(|e| self.cause(e))
     }
 
-    fn train_all(&mut self, batch: &Batch<'_>, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
+    fn train_all(
+        &mut self,
+        batch: &Batch<'_>,
+        scale: f64,
+        accum: &GradAccumulator<'_>,
+    ) -> ft_base::Result<Vec<Tensor>> {
         let mut pass = Pass::begin(self.decoder, self.lowest, self.hooks)?;
-        let x = self.up(&mut pass, batch, None)?;
-        let out = self.head(&mut pass, batch, x, (scale, sink))?;
+        let x = self.forward_layers(&mut pass, batch, None)?;
+        let out = self.head(&mut pass, batch, x, (scale, accum))?;
         self.divergences = out.divergences;
         if let Some(dy) = out.dx {
-            self.down(&mut pass, batch, &dy, sink)?;
+            self.backward_layers(&mut pass, batch, &dy, accum)?;
         }
         self.routing = pass.routing;
         Ok(out.losses)

@@ -1,8 +1,8 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
-use crate::model::batch::Sharers;
+use crate::model::batch::MicroBatchGroup;
 use crate::model::feed_forward;
-use crate::ranks::At;
+use crate::ranks::CollectiveId;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::route::{self, Balance};
@@ -64,10 +64,12 @@ impl Total {
     ///
     /// # Errors
     /// A lost rank.
-    pub fn over(self, sharers: Option<&Sharers<'_>>) -> ft_base::Result<Self> {
-        let Some(sharers) = sharers else { return Ok(self) };
+    pub fn over(self, micro_batch_group: Option<&MicroBatchGroup<'_>>) -> ft_base::Result<Self> {
+        let Some(micro_batch_group) = micro_batch_group else { return Ok(self) };
         let mut sum = Self { layers: self.layers, ..Self::default() };
-        for words in sharers.all_gather(At::all("the counts of the routers"), &self.words())? {
+        for words in
+            micro_batch_group.all_gather(CollectiveId::all("the counts of the routers"), &self.words())?
+        {
             let part = Self::of(&words);
             sum.tokens += part.tokens;
             sum.add(&part.counts);
@@ -214,9 +216,13 @@ impl Routing {
     ///
     /// # Errors
     /// A lost rank; errors of the device.
-    pub fn share(&mut self, sharers: Option<&Sharers<'_>>, losses: RouterLosses) -> ft_base::Result<()> {
-        if losses.any() && !self.layers.is_empty() && sharers.is_some() && self.total.is_none() {
-            self.total = Some(self.add_to(Total::default())?.over(sharers)?);
+    pub fn share(
+        &mut self,
+        micro_batch_group: Option<&MicroBatchGroup<'_>>,
+        losses: RouterLosses,
+    ) -> ft_base::Result<()> {
+        if losses.any() && !self.layers.is_empty() && micro_batch_group.is_some() && self.total.is_none() {
+            self.total = Some(self.add_to(Total::default())?.over(micro_batch_group)?);
         }
         Ok(())
     }
@@ -376,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn load_of_known_counts() {
+    fn the_load_of_experts_follows_from_their_counts() {
         assert_eq!((entropy(&[5, 5, 5, 5]), peak(&[5, 5, 5, 5]), dead(&[5, 5, 5, 5])), (1.0, 1.0, 0));
         assert_eq!((entropy(&[0, 8, 0, 0]), peak(&[0, 8, 0, 0]), dead(&[0, 8, 0, 0])), (0.0, 4.0, 3));
         assert!((entropy(&[1, 1, 0, 0]) - 0.5).abs() < 1e-15);

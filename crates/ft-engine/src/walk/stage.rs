@@ -3,7 +3,7 @@
 use crate::model::Decoder;
 use crate::model::stage_boundary::{Rows, StageBoundary};
 use crate::params::buffers::Split;
-use crate::ranks::{At, Axis, Comm, Group, words_of};
+use crate::ranks::{Axis, CollectiveId, Comm, Group, words_of};
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 
@@ -15,7 +15,7 @@ pub struct Stage<'a> {
     /// First units of this stage and of the next.
     units: (usize, usize),
     /// Tensors across the boundaries above and below, beside hidden states.
-    carried: [StageBoundary; 2],
+    boundaries: [StageBoundary; 2],
     hidden: usize,
     dtype: DType,
     device: &'a Device,
@@ -24,7 +24,7 @@ pub struct Stage<'a> {
 /// Tensors to send to a neighbor and to get from it: hidden states or their gradient `[t, d]`, then the tensors of
 /// [`StageBoundary`].
 #[derive(Debug, Default)]
-pub struct Crossing {
+pub struct StageExchange {
     /// To send.
     pub out: Option<Vec<Tensor>>,
     /// Numbers of tokens to receive.
@@ -46,7 +46,7 @@ impl<'a> Stage<'a> {
         Some(Self {
             group: Group::new(comm, &split.mesh, Axis::Pipeline),
             units: (units.first, units.end),
-            carried: [below(units.end), below(units.first)],
+            boundaries: [below(units.end), below(units.first)],
             hidden: config.hidden,
             dtype: decoder.embedding.dtype,
             device: table.real().ok()?.device(),
@@ -59,15 +59,15 @@ impl<'a> Stage<'a> {
     }
 
     /// Tensors across the boundary above, or the one below, beside hidden states.
-    pub fn carried(&self, above: bool) -> &StageBoundary {
-        &self.carried[usize::from(!above)]
+    pub fn boundary(&self, above: bool) -> &StageBoundary {
+        &self.boundaries[usize::from(!above)]
     }
 
     /// Exchanges tensors with the stage above, or below. Collective with that stage; nothing happens without tensors.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn exchange(&self, above: bool, c: Crossing) -> ft_base::Result<Option<Vec<Tensor>>> {
+    pub fn exchange(&self, above: bool, c: StageExchange) -> ft_base::Result<Option<Vec<Tensor>>> {
         let into = c.into.map(|rows| self.room(above, rows)).transpose()?;
         self.pass(above, c.out.as_deref().unwrap_or_default(), into.as_deref().unwrap_or_default())?;
         Ok(into)
@@ -86,7 +86,7 @@ impl<'a> Stage<'a> {
     /// Zeros to receive tensors from the stage above, or below.
     fn room(&self, above: bool, rows: Rows) -> candle_core::Result<Vec<Tensor>> {
         let x = Tensor::zeros((rows.own, self.hidden), self.dtype, self.device)?;
-        let rest = self.carried(above).zeros(rows, above, self.dtype, self.device)?;
+        let rest = self.boundary(above).zeros(rows, above, self.dtype, self.device)?;
         Ok(std::iter::once(x).chain(rest).collect())
     }
 
@@ -112,7 +112,7 @@ impl<'a> Stage<'a> {
             None if me == 0 => (Vec::new(), vec![(last, Tensor::zeros(vocab, DType::F32, self.device)?)]),
             _ => return Ok(None),
         };
-        let at = At::all("the logits of a token");
+        let at = CollectiveId::all("the logits of a token");
         self.group.exchange_among(&[0, last], at, &give, &take)?.wait()?;
         Ok(take.into_iter().next().map(|(_, logits)| logits))
     }
@@ -125,15 +125,17 @@ impl<'a> Stage<'a> {
         let (members, _, at) = self.with(above);
         let mut all = self.group.all_gather_bytes_among(&members, at, bytemuck::cast_slice(own), true)?;
         let theirs = if above { all.pop() } else { (!all.is_empty()).then(|| all.swap_remove(0)) };
-        Ok(words_of(&theirs.unwrap_or_default()))
+        Ok(words_of(&theirs.unwrap_or_default()).collect())
     }
 
     /// This rank and its neighbor above or below, the neighbor, and the name of their collectives.
-    fn with(&self, above: bool) -> ([usize; 2], usize, At) {
+    fn with(&self, above: bool) -> ([usize; 2], usize, CollectiveId) {
         let me = self.group.rank();
         match above {
-            true => ([me, me + 1], me + 1, At::unit(PASSED, self.units.1)),
-            false => ([me.saturating_sub(1), me], me.saturating_sub(1), At::unit(PASSED, self.units.0)),
+            true => ([me, me + 1], me + 1, CollectiveId::unit(PASSED, self.units.1)),
+            false => {
+                ([me.saturating_sub(1), me], me.saturating_sub(1), CollectiveId::unit(PASSED, self.units.0))
+            }
         }
     }
 }

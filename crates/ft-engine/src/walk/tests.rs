@@ -7,10 +7,10 @@ use crate::export::{Export, Target, read_fused};
 use crate::files::TensorFiles;
 use crate::load::Base;
 use crate::model::batch::HostBatch;
+use crate::model::grad_accumulator::GradAccumulator;
 use crate::model::layer::{FeedForward, Level};
 use crate::model::linear::{Linear, Weight};
 use crate::model::modules::{Group, constants, modules};
-use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
 use crate::params::Allocate;
 use crate::params::Params;
@@ -225,11 +225,11 @@ impl Rows {
 /// are in `params`.
 fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
     let scale = 1.0 / batch.target_count as f64;
-    let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &sink)?;
-    sink.settle(None)?;
-    Ok((loss::total(&losses)? * scale, sink.reached()))
+    let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &accum)?;
+    accum.settle(None)?;
+    Ok((loss::total(&losses)? * scale, accum.reached()))
 }
 
 /// Loss and gradients of a step, by tensor.
@@ -241,9 +241,9 @@ fn step(
     losses: RouterLosses,
 ) -> Result<(f64, Vec<Vec<f64>>)> {
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
-    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
-    sink.settle(None)?;
+    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
+    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &accum)?;
+    accum.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
     Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }
@@ -343,9 +343,9 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
     let grads = p.grads();
     let mut compared = 0;
     for recompute in [0, usize::MAX] {
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
-        Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &sink)?;
-        sink.settle(None)?;
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
+        Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &accum)?;
+        accum.settle(None)?;
         for (i, t) in p.tensors.iter().enumerate() {
             let name = format!("{prefix}_grad.{}", t.name);
             if expected.info(&name).is_none() {
@@ -372,9 +372,9 @@ fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
         let grads = p.grads();
         let both = RouterLosses { aux: 0.01, z: 0.001 };
         let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
-        walk.train(&batch, 1.0, &sink)?;
-        sink.settle(None)?;
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
+        walk.train(&batch, 1.0, &accum)?;
+        accum.settle(None)?;
         let (aux, z) = walk.routing().read()?.losses()?;
         let n = compare_router_loss(c, RouterLosses { aux: 1.0, z: 0.0 }, aux, "aux")?;
         assert!(n > 10, "{}: only {n} gradients", c.name());
@@ -519,7 +519,7 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
 /// Unit 0 is the embedding, then the layers, then the head; the backward pass stops
 /// at the lowest unit that trains.
 #[test]
-fn order_of_the_walk() -> Result<()> {
+fn the_walk_visits_units_forward_then_in_reverse() -> Result<()> {
     let written = |phase: Option<Phase>, unit: usize| match phase {
         Some(Phase::Forward) => format!("f{unit} "),
         Some(_) => format!("b{unit} "),
@@ -536,11 +536,11 @@ fn order_of_the_walk() -> Result<()> {
         }
         let (d, p) = c.build(&s, None)?;
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut seen = String::new();
         let mut watch = |phase, unit| seen += &written(phase, unit);
-        Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &sink)?;
-        sink.settle(None)?;
+        Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &accum)?;
+        accum.settle(None)?;
         Ok(seen)
     };
     let up = "f0 f1 f2 ";
@@ -584,7 +584,7 @@ fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
 /// Generation with a KV cache gives the logits of a full forward pass, also where longer documents have another rotary
 /// embedding.
 #[test]
-fn cached_generation_is_the_whole_sequence() -> Result<()> {
+fn cached_generation_has_the_logits_of_the_whole_sequence() -> Result<()> {
     for c in &cases()? {
         let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
         let ids: Vec<u32> = (0..11).map(|i| (7 * i + 3) % c.config.vocab as u32).collect();

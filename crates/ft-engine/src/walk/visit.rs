@@ -125,14 +125,14 @@ pub trait Hooks {
     ///
     /// # Errors
     /// A lost rank; errors of the device.
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
+    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
 
     /// Called after a visit. In the backward pass the gradients of this unit and of all units above are then
     /// complete, except for unit 0, which is complete after its own visit.
     ///
     /// # Errors
-    /// See [`Hooks::arrive`].
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
+    /// See [`Hooks::pre_visit`].
+    fn post_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
 }
 
 /// Hooks that do nothing.
@@ -140,11 +140,11 @@ pub trait Hooks {
 pub struct NoHooks;
 
 impl Hooks for NoHooks {
-    fn arrive(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+    fn pre_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
         Ok(())
     }
 
-    fn leave(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+    fn post_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
         Ok(())
     }
 }
@@ -172,10 +172,10 @@ impl<'a> Visits<'a> {
     /// Starts the next visit; `None` after the last one.
     ///
     /// # Errors
-    /// See [`Hooks::arrive`].
-    pub fn arrive(&self) -> ft_base::Result<Option<Visit>> {
+    /// See [`Hooks::pre_visit`].
+    pub fn start_visit(&self) -> ft_base::Result<Option<Visit>> {
         let visit = self.visits.get(self.at).copied();
-        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.next(self.at + 1)))?;
+        visit.map_or(Ok(()), |v| self.hooks.pre_visit(v, self.next(self.at + 1)))?;
         Ok(visit)
     }
 
@@ -204,27 +204,27 @@ impl<'a> Visits<'a> {
     /// Ends the current visit.
     ///
     /// # Errors
-    /// See [`Hooks::leave`].
-    pub fn leave(&mut self) -> ft_base::Result<()> {
+    /// See [`Hooks::post_visit`].
+    pub fn end_visit(&mut self) -> ft_base::Result<()> {
         let visit = self.visits.get(self.at).copied();
         self.at += 1;
-        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.next(self.at)))
+        visit.map_or(Ok(()), |v| self.hooks.post_visit(v, self.next(self.at)))
     }
 }
 
 /// Runs a pass that calls only `f` at each unit, for instance on a rank without rows.
 ///
 /// # Errors
-/// See [`Hooks::arrive`]; errors of `f`.
+/// See [`Hooks::pre_visit`]; errors of `f`.
 pub fn pass(
     visits: Vec<Visit>,
     hooks: &dyn Hooks,
     f: &mut dyn FnMut(usize) -> ft_base::Result<()>,
 ) -> ft_base::Result<()> {
     let mut pass = Visits::begin(visits, hooks)?;
-    while let Some(visit) = pass.arrive()? {
+    while let Some(visit) = pass.start_visit()? {
         f(visit.unit)?;
-        pass.leave()?;
+        pass.end_visit()?;
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
-use super::stage::Crossing;
+use super::stage::StageExchange;
 use super::times::{Part, Times};
 use super::visit::{Hooks, NoHooks, Outline, Visits};
 use crate::model::head::{Head, Objective};
@@ -142,8 +142,8 @@ impl<'a> Walk<'a> {
     }
 
     /// Starts the next visit of a pass.
-    pub(super) fn arrive(&mut self, pass: &Visits<'_>) -> ft_base::Result<()> {
-        if let Some(v) = pass.arrive()? {
+    pub(super) fn start_visit(&mut self, pass: &Visits<'_>) -> ft_base::Result<()> {
+        if let Some(v) = pass.start_visit()? {
             self.at(v.phase, v.unit);
         }
         Ok(())
@@ -199,39 +199,39 @@ impl<'a> Walk<'a> {
     ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
         let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
-        let between = Arc::default();
-        let context = batch.context.for_pass(&between, self.hooks.experts());
+        let shared_state = Arc::default();
+        let context = batch.context.for_pass(&shared_state, self.hooks.experts());
         let mut routing = Routing::default();
         let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
             Some(stage) => {
                 let mut came = stage.receive(batch.rows())?;
                 let x = came.remove(0);
-                stage.carried(false).arrive(&between, came)?;
+                stage.boundary(false).set_forward_tensors(&shared_state, came)?;
                 x
             }
             None => {
-                self.arrive(&pass)?;
+                self.start_visit(&pass)?;
                 let x = decoder.embedding.forward(&batch.ids)?;
                 decoder.embedding.begin(&x, &batch.ids, &context)?;
-                pass.leave()?;
+                pass.end_visit()?;
                 x
             }
         };
         for l in decoder.units.own_layers() {
-            self.arrive(&pass)?;
+            self.start_visit(&pass)?;
             x = self.layer(l, &x, &context, &mut routing)?.0;
-            pass.leave()?;
+            pass.end_visit()?;
         }
         self.routing = routing;
         if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
             let mut out = vec![x];
-            out.extend(stage.carried(true).up(&between)?);
-            stage.exchange(true, Crossing { out: Some(out), into: None })?;
+            out.extend(stage.boundary(true).forward_tensors(&shared_state)?);
+            stage.exchange(true, StageExchange { out: Some(out), into: None })?;
             return Ok(None);
         }
-        self.arrive(&pass)?;
+        self.start_visit(&pass)?;
         let out = head(self, &x)?;
-        pass.leave()?;
+        pass.end_visit()?;
         Ok(Some(out))
     }
 

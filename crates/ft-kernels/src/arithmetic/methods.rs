@@ -21,15 +21,15 @@ macro_rules! alike {
     )* };
 }
 
-/// Binary operations with broadcasting.
+/// Binary operations with broadcasting, with an output of the dtype of the first operand.
 macro_rules! pairwise {
-    ($($(#[$doc:meta])* $name:ident = $real:expr => $dtype:expr;)*) => { $(
+    ($($(#[$doc:meta])* $name:ident = $real:expr;)*) => { $(
         $(#[$doc])*
         pub fn $name(&self, other: &Tensor) -> Result<Self> {
             let shape = |a: &Ghost, b: &Ghost| a.shape().broadcast_shape_binary_op(b.shape(), stringify!($name));
             self.with(other, $real, |a, b| {
                 b.is_moved();
-                a.made(shape(a, b)?, $dtype(a.dtype))
+                a.made(shape(a, b)?, a.dtype)
             })
         }
     )* };
@@ -59,14 +59,6 @@ macro_rules! values {
             self.real()?.$name()
         }
     )* };
-}
-
-fn same(dtype: DType) -> DType {
-    dtype
-}
-
-fn flag(_: DType) -> DType {
-    DType::U8
 }
 
 impl Tensor {
@@ -103,23 +95,21 @@ impl Tensor {
 
     pairwise! {
         /// Sum.
-        add = super::add::add => same;
+        add = super::add::add;
         /// Difference.
-        sub = Real::sub => same;
+        sub = Real::sub;
         /// Elementwise product.
-        mul = pairwise::mul => same;
+        mul = pairwise::mul;
         /// Quotient.
-        div = Real::div => same;
+        div = Real::div;
         /// Sum, broadcast.
-        broadcast_add = Real::broadcast_add => same;
+        broadcast_add = Real::broadcast_add;
         /// Difference, broadcast.
-        broadcast_sub = Real::broadcast_sub => same;
+        broadcast_sub = Real::broadcast_sub;
         /// Elementwise product, broadcast.
-        broadcast_mul = Real::broadcast_mul => same;
+        broadcast_mul = Real::broadcast_mul;
         /// Quotient, broadcast.
-        broadcast_div = Real::broadcast_div => same;
-        /// Equality, broadcast: 0 or 1.
-        broadcast_eq = Real::broadcast_eq => flag;
+        broadcast_div = Real::broadcast_div;
     }
 
     reductions! {
@@ -140,6 +130,14 @@ impl Tensor {
         to_vec1<S> -> Vec<S>;
         /// Real of a matrix.
         to_vec2<S> -> Vec<Vec<S>>;
+    }
+
+    /// Equality, broadcast: 0 or 1.
+    pub fn broadcast_eq(&self, other: &Tensor) -> Result<Self> {
+        self.with(other, Real::broadcast_eq, |a, b| {
+            b.is_moved();
+            a.made(a.shape().broadcast_shape_binary_op(b.shape(), "broadcast_eq")?, DType::U8)
+        })
     }
 
     /// Applies `real` to a tensor, or `ghost` to a ghost.

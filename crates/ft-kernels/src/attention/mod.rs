@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients() -> Result<()> {
+    fn gradients_match_finite_differences() -> Result<()> {
         for case in CASES {
             let (q, k, v, dy, s) = inputs(case, DType::F64)?;
             let how = case.how(&s, 0.7);
@@ -282,7 +282,7 @@ mod tests {
 
     /// Queries at the end of a sequence give the same output alone as in the full pass.
     #[test]
-    fn later_queries_alone() -> Result<()> {
+    fn queries_at_the_end_have_the_output_of_the_full_pass() -> Result<()> {
         let case = Case { docs: &[80], h: 4, g: 2, c: 4, window: Some(30) };
         let (q, k, v, _, s) = inputs(&case, DType::F32)?;
         let whole = output(&q, &k, &v, &case.how(&s, 0.5))?.narrow(0, 77, 3)?;

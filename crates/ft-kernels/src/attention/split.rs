@@ -96,7 +96,7 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn keys_are_shared_out_once_each() -> Result<()> {
+    fn keys_are_split_into_parts_that_cover_each_once() -> Result<()> {
         for (keys, window, want) in [
             (127, None, None),
             (128, None, Some((0, 64, 2))),

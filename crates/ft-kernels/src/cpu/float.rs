@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_see_every_value() {
+    fn sums_and_maxima_cover_every_value() {
         for n in [0, 1, 15, 16, 17, 50] {
             let v: Vec<f64> = (0..n).map(|i| f64::from((i * 7) % 13)).collect();
             assert_eq!(sum(&v), v.iter().sum::<f64>());

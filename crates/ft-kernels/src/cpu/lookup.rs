@@ -74,7 +74,7 @@ mod tests {
     type LookUp<'a> = &'a dyn Fn(&[u8], &[f32; 16], &mut [f32]) -> usize;
 
     #[test]
-    fn every_code_in_every_place() {
+    fn every_code_is_looked_up_at_every_length() {
         let values: [f32; 16] = std::array::from_fn(|i| (i as f32 - 7.3) / 8.7);
         let packed: Vec<u8> = (0..=255).chain((0..=255).rev()).collect();
         let want: Vec<f32> =

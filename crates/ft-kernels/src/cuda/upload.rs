@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_stand_apart_and_aligned() -> Result<()> {
+    fn uploaded_lists_are_aligned_and_disjoint() -> Result<()> {
         let mut lists = Lists::default();
         let (a, none, b) = (lists.ints(&[1, 2, 3, 4, 5]), lists.ints(&[]), lists.ints(&[6]));
         let (c, d) = (lists.floats(vec![0.5]), lists.floats(vec![1.5, 2.5]));

@@ -89,7 +89,7 @@ mod tests {
     use crate::check::close;
 
     #[test]
-    fn parts_of_key_heads() -> Result<()> {
+    fn projections_are_split_by_key_head() -> Result<()> {
         let heads = Heads { keys: 2, values: 4, key_dim: 1, value_dim: 1 };
         let y = Tensor::arange(0f32, 12.0, &candle_core::Device::Cpu)?.reshape((1, 12))?;
         let parts = split(&y, heads.keys, heads.of_qkvz())?;

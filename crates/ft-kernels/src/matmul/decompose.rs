@@ -185,7 +185,7 @@ mod tests {
 
     /// Beyond the rank of the matrix, vectors are still orthonormal.
     #[test]
-    fn what_has_no_size_has_a_direction() {
+    fn singular_vectors_beyond_the_rank_are_orthonormal() {
         for (values, none) in [(vec![0f32; 30 * 20], 20), (decaying(30, 20, 3), 17)] {
             let m = Matrix::new(&values, (30, 20)).expect("a matrix");
             let got = m.largest(64, Stream::new(0, Purpose::Test, 0, 9)).expect("factors");
@@ -214,7 +214,7 @@ mod tests {
 
     /// The number of threads does not change the bits.
     #[test]
-    fn threads_change_nothing() {
+    fn threads_change_no_bit() {
         let values = decaying(600, 320, 30);
         let m = Matrix::new(&values, (600, 320)).expect("a matrix");
         let run = |threads| {

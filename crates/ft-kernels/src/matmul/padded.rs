@@ -215,7 +215,7 @@ mod tests {
     use crate::check::{close, randn};
 
     #[test]
-    fn one_product_sums_both() -> Result<()> {
+    fn a_padded_product_adds_the_low_rank_product() -> Result<()> {
         let (t, i, o, r) = (5, 6, 4, 3);
         let f = |seed, shape: (usize, usize)| randn(seed, shape, DType::F64);
         let (x, w, u, b) = (f(1, (t, i))?, f(2, (o, i))?, f(3, (t, r))?, f(4, (o, r))?);

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result};
 /// Three steps of torch.optim.AdamW (2.11) on p = [1, -2, 3], g = [0.1 k, -0.2, 0.3 / k], lr 0.1,
 /// betas 0.9 0.99, eps 1e-8, weight decay 0.05.
 #[test]
-fn steps_of_pytorch() -> Result<()> {
+fn adamw_steps_are_those_of_pytorch() -> Result<()> {
     let d = &Device::Cpu;
     let (p, m, v) = (
         Tensor::new(&[1f32, -2., 3.], d)?,
@@ -84,7 +84,7 @@ fn weights_of_16_bits_are_updated_in_f32() -> Result<()> {
 }
 
 #[test]
-fn sums_of_squares_and_what_is_not_finite() -> Result<()> {
+fn squares_are_summed_and_non_finite_values_are_found() -> Result<()> {
     let (g, p) = (randn(4, 50, DType::F32)?, randn(1, 50, DType::F32)?);
     let n = sum_squares(&[g.clone(), p.clone()])?;
     let want = g.sqr()?.sum_all()?.to_scalar::<f32>()? + p.sqr()?.sum_all()?.to_scalar::<f32>()?;

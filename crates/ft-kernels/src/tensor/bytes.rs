@@ -83,7 +83,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn what_is_put_can_be_set() -> Result<()> {
+    fn tensors_are_set_from_their_bytes() -> Result<()> {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let from = randn(3, 40, dtype)?.narrow(0, 4, 30)?;
             let to = Tensor::zeros(50, dtype, &Device::Cpu)?;

@@ -464,7 +464,7 @@ mod tests {
     const W: usize = Role::Workspace as usize;
 
     #[test]
-    fn the_fullest_moment_is_remembered() {
+    fn the_ledger_keeps_the_peak() {
         let ledger = Ledger::new(Machine::default());
         let a = ledger.role(Role::Batch, || ledger.hold(100));
         let b = ledger.hold(50);
@@ -482,7 +482,7 @@ mod tests {
 
     /// `times` leaves the same entries as a loop, and has the same peak.
     #[test]
-    fn one_part_stands_for_many() {
+    fn repetitions_counted_at_once_equal_a_loop() {
         for at_once in [1u64, 2] {
             // each result is larger than the share freed; `all` is shared by all repetitions
             let part = |l: &Ledger, taken: Allocation, size: u64, all: Option<Allocation>| {
@@ -523,7 +523,7 @@ mod tests {
 
     /// Memory made by the first repetition for all is counted once.
     #[test]
-    fn what_all_parts_share_is_there_once() {
+    fn memory_shared_by_repetitions_is_counted_once() {
         let ledger = Ledger::new(Machine::default());
         let mut shared = None;
         ledger.times(8.0, 2.0, || {

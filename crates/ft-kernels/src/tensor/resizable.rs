@@ -92,7 +92,7 @@ mod tests {
     use crate::check::{randn, values};
 
     #[test]
-    fn views_see_what_is_there() -> Result<()> {
+    fn views_follow_memory_that_is_allocated_again() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
             let all = unallocated(64, dtype, &Device::Cpu)?;
             let part = all.narrow(0, 16, 32)?.reshape((4, 8))?;

@@ -250,7 +250,7 @@ mod tests {
 
     /// An offloaded tensor keeps its values and uses no device memory in between.
     #[test]
-    fn offloaded_tensors_come_back() -> Result<()> {
+    fn offloaded_tensors_keep_their_values() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
             let x = randn(3, (5, 7), dtype)?;
             let want = values(&x);

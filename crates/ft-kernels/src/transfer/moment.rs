@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn later_moments_are_later() -> Result<()> {
+    fn moments_are_ordered_in_time() -> Result<()> {
         let first = Moment::now(&Device::Cpu)?;
         let second = Moment::now(&Device::Cpu)?;
         assert!(second.since(&first)? >= 0.0);

@@ -2,24 +2,24 @@
 
 /// Rates of NVIDIA's data sheets: bf16 products with f32 sums, without sparsity, in TFLOP/s, and memory in TB/s.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sheet {
+pub struct Datasheet {
     pub products: f64,
     pub memory: f64,
     /// Whether products reach their rate by `wgmma` or its successors alone, which ft's attention does not use.
     pub warp_groups: bool,
 }
 
-const fn sheet(products: f64, memory: f64) -> Option<Sheet> {
-    Some(Sheet { products, memory, warp_groups: false })
+const fn sheet(products: f64, memory: f64) -> Option<Datasheet> {
+    Some(Datasheet { products, memory, warp_groups: false })
 }
 
-const fn hopper(products: f64, memory: f64) -> Option<Sheet> {
-    Some(Sheet { products, memory, warp_groups: true })
+const fn hopper(products: f64, memory: f64) -> Option<Datasheet> {
+    Some(Datasheet { products, memory, warp_groups: true })
 }
 
 /// Name, memory in MiB as the driver reports it to programs, by PyTorch's messages on such cards, and rates. Cards
 /// without bf16 have none.
-const CARDS: &[(&str, u64, Option<Sheet>)] = &[
+const CARDS: &[(&str, u64, Option<Datasheet>)] = &[
     ("T4", 14_909, None),
     ("V100-16", 16_150, None),
     ("L4", 22_559, sheet(121.0, 0.300)),
@@ -68,7 +68,7 @@ pub fn of_driver(name: &str) -> Option<&'static str> {
 }
 
 /// Rates of a card, by its name in the table.
-pub fn sheet_of(name: &str) -> Option<Sheet> {
+pub fn datasheet_of(name: &str) -> Option<Datasheet> {
     CARDS.iter().find(|(n, ..)| *n == name)?.2
 }
 

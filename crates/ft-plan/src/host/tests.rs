@@ -33,7 +33,7 @@ fn of(p: &Plan, name: &str) -> u64 {
 }
 
 #[test]
-fn checkpoints_stand_beside_the_one_that_is_written() -> anyhow::Result<()> {
+fn kept_checkpoints_and_the_one_being_written_are_counted() -> anyhow::Result<()> {
     let n = 440_401_920u64; // decoder linears of Qwen3-0.6B
     let checkpoints = |set: &[&str]| -> anyhow::Result<u64> {
         let mut all = vec![FULL, "memory.budget=1TiB"];
@@ -58,7 +58,7 @@ fn checkpoints_stand_beside_the_one_that_is_written() -> anyhow::Result<()> {
 }
 
 #[test]
-fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
+fn files_are_summed_by_disk() -> anyhow::Result<()> {
     let set = [FULL, "memory.budget=60GiB", "run.steps=9", "run.save_every=1", "run.keep=3"];
     let p = plan(&set, 64 * GIB, [100 * GIB, 100 * GIB], 0)?;
     assert!(p.fits(), "{:?}", p.space.shortages(true));
@@ -125,7 +125,7 @@ fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()
 }
 
 #[test]
-fn one_disk_takes_the_sum() -> anyhow::Result<()> {
+fn files_on_one_disk_are_summed() -> anyhow::Result<()> {
     let recipe = Recipe::parse(BASE, "r.toml", &["run.output=/runs/x".into(), "memory.budget=1TiB".into()])?;
     let with = |free: u64| -> anyhow::Result<Plan> {
         let volume = |_: &Path| Some(Volume { id: 7, free });

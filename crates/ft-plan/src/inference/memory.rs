@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told_with_what_would() -> ft_base::Result<()> {
+    fn a_refusal_names_settings_that_would_fit() -> ft_base::Result<()> {
         let within = |r: InferenceMemory| InferenceMemory { budget: Some(24 << 30), ..r };
         let r = within(of("Qwen/Qwen3-30B-A3B", Quantize::None, None, true)?);
         let four = within(of("Qwen/Qwen3-30B-A3B", Quantize::Nf4, None, true)?);

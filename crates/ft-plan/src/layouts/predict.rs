@@ -233,8 +233,8 @@ fn begin(
         return;
     }
     match action(s) {
-        Some(Action::Up(_)) => doing[s] = Doing::Pass(times[s][0]),
-        Some(Action::Down(_)) => doing[s] = Doing::Pass(times[s][1]),
+        Some(Action::Forward(_)) => doing[s] = Doing::Pass(times[s][0]),
+        Some(Action::Backward(_)) => doing[s] = Doing::Pass(times[s][1]),
         Some(Action::Above(_))
             if doing.get(s + 1) == Some(&Doing::Nothing)
                 && matches!(action(s + 1), Some(Action::Below(_))) =>
@@ -368,7 +368,7 @@ mod tests {
 
     /// Equal stages wait (S - 1) / (m + S - 1) of the time; of unequal ones the others wait for the slowest.
     #[test]
-    fn stages_wait_as_their_lists_say() {
+    fn stages_wait_for_the_share_of_the_bubble() {
         let stage = |up: f64, down: f64| {
             let visit = |seconds: f64| VisitActions { work: seconds * RATE, ..Default::default() };
             Arc::new(StageActions { up: vec![visit(up)], down: vec![visit(down)], ..Default::default() })

@@ -189,7 +189,7 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
 fn applied(recipe: &Recipe, layout: Layout) -> Result<(Recipe, Vec<String>), String> {
     let set = layout.settings();
     let with = |more: &[String]| match recipe.with(&[&set[..], more].concat()) {
-        Ok(r) => match r.not_built.first() {
+        Ok(r) => match &r.not_built {
             Some(problem) => Err(problem.message.clone()),
             None => Ok((r, more.to_vec())),
         },
@@ -343,7 +343,7 @@ mod tests {
 
     /// Layouts that a model does not allow are counted with its reason.
     #[test]
-    fn reasons_are_those_of_the_model() -> ft_base::Result<()> {
+    fn layouts_that_a_model_excludes_are_counted_with_the_reason() -> ft_base::Result<()> {
         let (card, bytes) = card("H100").unwrap_or_default();
         for (name, key, why) in [
             ("qwen3.5-9b-qlora", "run.seed=1", "parallel.context: not built for linear attention, of which "),

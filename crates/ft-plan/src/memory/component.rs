@@ -84,7 +84,7 @@ impl Component {
             Trained | Gradients => "[[train]] (fewer modules, or method = \"lora\"), parallel.zero",
             Adapters => "lora.rank",
             Moments => "optimizer.name, memory.offload or parallel.zero",
-            Cache => "generate.max_new_tokens or data.max_length",
+            Cache => "generate.max_new_tokens, log.samples (shorter prompts) or data.max_length",
             Activations => "memory.recompute, data.max_length or run.micro_rows",
             Batch | Workspace | Logits | InFlight | Communication | Routing | AllocatorOverhead | Context => {
                 "data.max_length or run.micro_rows"
@@ -180,5 +180,14 @@ mod tests {
         keys.sort_unstable();
         keys.dedup();
         assert_eq!(keys.len(), Component::ALL.len());
+    }
+
+    /// Lengths of answers are those of `generate.samples`, whose prompts `data.max_length` cuts, and of `log.samples`.
+    #[test]
+    fn the_key_value_cache_shrinks_by_the_keys_of_all_answers() {
+        let keys = Component::Cache.keys_to_change();
+        for key in ["generate.max_new_tokens", "data.max_length", "log.samples (shorter prompts)"] {
+            assert!(keys.contains(key), "{key} is not in {keys}");
+        }
     }
 }

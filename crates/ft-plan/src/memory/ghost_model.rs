@@ -34,7 +34,7 @@ pub struct GhostModel {
     pub head: Head,
     /// Whether the head shares the embedding's table.
     pub tied: bool,
-    /// Gradient buffers by unit, as `Sink` takes them.
+    /// Gradient buffers by unit, as `GradAccumulator` takes them.
     pub grads: Vec<Option<Tensor>>,
     /// Units of the planned stage.
     pub units: Units,

@@ -78,7 +78,7 @@ struct Point<'p> {
     /// An input in transfer to or from the host ([`Component::Activations`]).
     crossing: u64,
     /// Per-layer inputs, keys and values that layers share, and their gradients ([`Component::Activations`]).
-    between: u64,
+    shared_state: u64,
 }
 
 impl<'p> Point<'p> {
@@ -96,7 +96,7 @@ impl<'p> Point<'p> {
             flight: 0,
             cache: 0,
             crossing: 0,
-            between: 0,
+            shared_state: 0,
         }
     }
 
@@ -115,7 +115,7 @@ impl<'p> Point<'p> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
         let weights = self.live + self.flight + self.cache;
-        parts + self.kept_total + self.waiting + self.extra + self.crossing + self.between + weights
+        parts + self.kept_total + self.waiting + self.extra + self.crossing + self.shared_state + weights
     }
 }
 
@@ -248,20 +248,20 @@ impl<'a> Simulation<'a> {
         // other micro-batches of the pipeline, between their passes
         let kept = self.run.shape.own().filter_map(|(l, _)| self.kept(l, settings));
         let kept: u64 = kept.map(|k| k.total).sum();
-        let between = self.between(self.run.train);
-        at.waiting = (kept + self.batch.total + between) * self.run.flying.saturating_sub(1);
+        let shared_state = self.shared_state(self.run.train);
+        at.waiting = (kept + self.batch.total + shared_state) * self.run.in_flight.saturating_sub(1);
         if self.run.shape.units.has_embedding() {
             at.next(flights);
             f(at.visit(0, &self.embedding));
         }
-        at.between = between;
+        at.shared_state = shared_state;
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             at.crossing = self.crosses(l, settings);
             f(at.visit(l + 1, &self.kinds[*kind].forward));
             at.crossing = 0;
             if self.level(l, settings).is_none() {
-                at.between += self.lent(l, self.run.train);
+                at.shared_state += self.lent(l, self.run.train);
             }
             at.kept = l + 1;
             at.kept_total += self.kept(l, settings).map_or(0, |k| k.total);
@@ -285,10 +285,10 @@ impl<'a> Simulation<'a> {
             f(self.summing(at, count + 1, left));
         }
         if self.run.shape.embedding.trains() {
-            at.between += self.run.input_bytes(self.run.train);
+            at.shared_state += self.run.input_bytes(self.run.train);
         }
         let mut given = self.given(self.run.shape.units.own_layers().end);
-        at.between += given;
+        at.shared_state += given;
         for (l, kind) in self.run.shape.own().rev() {
             let Some(way) = self.way(l, settings) else { break };
             at.kept = l;
@@ -302,9 +302,9 @@ impl<'a> Simulation<'a> {
             f(before.visit(l + 1, usage));
             f(self.summing(at, l + 1, left));
             at.crossing = 0;
-            at.between -= given;
+            at.shared_state -= given;
             given = self.given(l);
-            at.between += given;
+            at.shared_state += given;
         }
         if let Some(usage) = &self.embedding_backward {
             let ends = if self.run.keeps_ends() { 0 } else { states.ends };
@@ -358,18 +358,18 @@ impl<'a> Simulation<'a> {
             at.next(flights);
             f(at.visit(0, embedding));
         }
-        at.between = if lends { self.between(t) } else { self.run.input_bytes(t) };
+        at.shared_state = if lends { self.shared_state(t) } else { self.run.input_bytes(t) };
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             if let Some(usage) = layers(*kind) {
                 f(at.visit(l + 1, usage));
             }
-            at.between += if lends { self.lent(l, t) } else { 0 };
+            at.shared_state += if lends { self.lent(l, t) } else { 0 };
         }
     }
 
     /// Bytes received from the layers below this stage: inputs, keys and values.
-    fn between(&self, t: Tokens) -> u64 {
+    fn shared_state(&self, t: Tokens) -> u64 {
         let first = self.run.shape.units.own_layers().start;
         self.run.input_bytes(t) + self.lenders(first).into_iter().map(|p| self.lent(p, t)).sum::<u64>()
     }
@@ -442,7 +442,7 @@ impl<'a> Simulation<'a> {
             at = (point.phase, point.unit);
             point.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
             (0..point.kept).filter_map(|l| self.kept(l, settings)).for_each(|k| bytes.add_all(&k.bytes));
-            bytes.add(Component::Activations, point.waiting + point.crossing + point.between);
+            bytes.add(Component::Activations, point.waiting + point.crossing + point.shared_state);
             bytes.add(Workspace, point.extra);
             bytes.add(self.run.states.live_as, point.live);
             bytes.add(Component::InFlight, point.flight);
@@ -541,7 +541,7 @@ impl Simulation<'_> {
                 (self.run.states.live_as, point.live),
                 (Component::InFlight, point.flight),
                 (Component::Cache, point.cache),
-                (Component::Activations, point.crossing + point.between),
+                (Component::Activations, point.crossing + point.shared_state),
             ];
             for (component, bytes) in beside {
                 if bytes > 0 {

@@ -9,12 +9,12 @@ use ft_engine::model::Batch;
 use ft_engine::model::attention::Attention;
 use ft_engine::model::batch::Context;
 use ft_engine::model::context_parallel::ContextParallel;
+use ft_engine::model::grad_accumulator::GradAccumulator;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::mixer::Mixer;
 use ft_engine::model::sequence_parallel::SequenceParallel;
 use ft_engine::model::shared_state::SharedState;
-use ft_engine::model::sink::Sink;
 use ft_engine::walk::generate::PART;
 use ft_engine::walk::{self, Dequantize, Visit};
 use ft_kernels::attention::Cache;
@@ -51,7 +51,7 @@ pub struct StepInputs<'a> {
     /// Ranks of a tensor group, and their tokens in training and in evaluation.
     pub tensor: (usize, [Tokens; 2]),
     /// Micro-batches of the stage between their forward and their backward pass.
-    pub flying: u64,
+    pub in_flight: u64,
     /// Whether a step has more.
     pub more: bool,
 }
@@ -216,8 +216,8 @@ impl StepInputs<'_> {
         if *ranks > 1 {
             let context_parallel = batch.context.context_parallel.take();
             let all = Context { context_parallel, ..self.batch(whole[which], train)?.context };
-            let cut = SequenceParallel::planned(whole[which].tokens as usize, *ranks, all);
-            batch.context.cut = Some(Arc::new(cut));
+            let sequence_parallel = SequenceParallel::planned(whole[which].tokens as usize, *ranks, all);
+            batch.context.sequence_parallel = Some(Arc::new(sequence_parallel));
         }
         Ok(batch)
     }
@@ -264,13 +264,17 @@ impl StepInputs<'_> {
 
     /// The context of a pass at a layer of a micro-batch.
     fn at_layer<'b>(&self, layer: &Layer, t: Tokens, batch: &Batch<'b>) -> Context<'b> {
-        let attended = batch.context.cut.as_ref().map_or(t.tokens as usize, |cut| cut.tokens());
-        batch.context.for_pass(&self.between(Some(layer), t, attended), None)
+        let attended = batch
+            .context
+            .sequence_parallel
+            .as_ref()
+            .map_or(t.tokens as usize, |sequence_parallel| sequence_parallel.tokens());
+        batch.context.for_pass(&self.shared_state(Some(layer), t, attended), None)
     }
 
     /// State between the layers at a layer of a micro-batch with keys of `attended` tokens, which
     /// [`super::simulation`] counts.
-    fn between(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<SharedState> {
+    fn shared_state(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<SharedState> {
         let (s, rows) = (self.shape, t.tokens as usize);
         let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&s.ledger, shape, s.dtype));
         let inputs = match self.layer_inputs() {
@@ -288,8 +292,10 @@ impl StepInputs<'_> {
     pub(super) fn embedding_backward(&self) -> Result<Usage> {
         let (s, batch) = (self.shape, self.batch(self.train, true)?);
         let dy = || self.hidden_states(self.train);
-        let context = batch.context.for_pass(&self.between(None, self.train, 0), None);
-        self.visit(|| s.embedding.backward(&batch, &context, self.neftune, &dy(), &Sink::new(&s.grads, 0)))
+        let context = batch.context.for_pass(&self.shared_state(None, self.train, 0), None);
+        self.visit(|| {
+            s.embedding.backward(&batch, &context, self.neftune, &dy(), &GradAccumulator::new(&s.grads, 0))
+        })
     }
 
     /// Temporary bytes of the optimizer on the device.
@@ -315,7 +321,7 @@ impl StepInputs<'_> {
 
         let forward = self.visit(|| layer.forward(&self.input(t), &context(), None, None).map(drop))?;
         let own = self.states.own_live(unit);
-        let sink = || Sink::ghost(&self.shape.grads, ledger, self.states.own_live_by_flat(unit));
+        let accum = || GradAccumulator::ghost(&self.shape.grads, ledger, self.states.own_live_by_flat(unit));
         let way = |level: Level| -> Result<BackwardVisit> {
             let (mut kept, mut beside) = (Usage::default(), Usage::default());
             let mut backward = |dequantize| -> Result<(Usage, Cost)> {
@@ -334,7 +340,7 @@ impl StepInputs<'_> {
                 let layer = dequantized.as_ref().unwrap_or(layer);
                 let saved = layer.recompute(&x, ctx, level, rest)?;
                 let again = ledger.cost();
-                drop(layer.backward((&x, saved), &dy, ctx, &sink(), None, rank)?);
+                drop(layer.backward((&x, saved), &dy, ctx, &accum(), None, rank)?);
                 Ok((taken(), again))
             };
             let tiles = backward(Dequantize::PerMatmul)?;
@@ -363,10 +369,10 @@ impl StepInputs<'_> {
             let batch = self.batch(t, backward)?;
             let mut full = self.visit(|| {
                 let x = self.input(t);
-                let sink = Sink::ghost(&s.grads, &s.ledger, vec![live]);
+                let accum = GradAccumulator::ghost(&s.grads, &s.ledger, vec![live]);
                 if t.targets > rows as u64 && backward {
                     // all chunks but the first find the buffer allocated
-                    sink.flat(0)?;
+                    accum.flat(0)?;
                 }
                 let n = batch.target_count;
                 let n = if s.head.scores { n * s.head.vocab } else { n };
@@ -376,7 +382,7 @@ impl StepInputs<'_> {
                 let objective: Option<&mut Objective<'_>> =
                     if self.prefers { Some(&mut weigh) } else { None };
                 match backward {
-                    true => s.head.train(&x, &batch, rows, (1.0, objective), &sink).map(drop),
+                    true => s.head.train(&x, &batch, rows, (1.0, objective), &accum).map(drop),
                     false => s.head.loss(&x, &batch, rows, None).map(drop),
                 }
             })?;

@@ -43,7 +43,7 @@ fn works<R>(
         skewed: false,
         neftune: 0.0,
         prefers: false,
-        flying: 1,
+        in_flight: 1,
         more: false,
         context: [None, None],
         tensor: (1, [Tokens::default(); 2]),
@@ -87,7 +87,7 @@ const LAST: f64 = (96 * 160) as f64;
 /// for the layer's last product. Causal attention: 2 n^2 d per document forward, with 5 products instead
 /// of 2 backward.
 #[test]
-fn a_dense_model_in_full() -> anyhow::Result<()> {
+fn a_dense_model_in_full_is_costed() -> anyhow::Result<()> {
     let full = "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
     let (docs, n) = (3.0, 128.0);
     let (tokens, targets) = (docs * n, docs * (n - 1.0));
@@ -108,7 +108,7 @@ fn a_dense_model_in_full() -> anyhow::Result<()> {
 /// Frozen weights have no gradient: 4 FLOPs per parameter and token, 6 for LoRA matrices. No backward
 /// pass below the lowest trained layer.
 #[test]
-fn lora_on_the_upper_layers() -> anyhow::Result<()> {
+fn lora_on_the_upper_layers_is_costed() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\nlayers = \"-2:\"\n";
     let w = work(DENSE, lora, 1, 64, 1)?;
     let attention = 2.0 * 64.0 * 64.0 * 192.0;
@@ -141,7 +141,7 @@ fn a_mixture_costs_its_active_experts() -> anyhow::Result<()> {
 /// Per-layer dequantization runs once, per-tile twice (once for the last product); each logit chunk reads
 /// the head's weights.
 #[test]
-fn choices_have_their_price() -> anyhow::Result<()> {
+fn dequantization_and_logit_chunks_are_costed() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
     for cuda in [false, true] {
         let (m, heads) = (Machine { cuda, ..CPU }, [128, 64]);
@@ -166,7 +166,7 @@ fn choices_have_their_price() -> anyhow::Result<()> {
 /// Attention costs more than its FLOPs, and other operations cost the bytes they move: level norms reads
 /// and writes the rows of two norms, queries and keys.
 #[test]
-fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
+fn attention_and_moved_bytes_are_costed() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
     let (docs, n) = (3, 128);
     let tokens = (docs * n) as f64;
@@ -196,7 +196,7 @@ fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
 
 /// Of two layers without attention.
 #[test]
-fn the_delta_rule_has_its_price() -> anyhow::Result<()> {
+fn the_delta_rule_is_costed() -> anyhow::Result<()> {
     let config = r#"{"model_type": "qwen3_5_text", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "linear_attention"], "num_attention_heads": 6, "num_key_value_heads": 2,
         "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -220,7 +220,7 @@ fn the_delta_rule_has_its_price() -> anyhow::Result<()> {
 
 /// A transfer costs the part not hidden by the visit; a pageable one costs all of it.
 #[test]
-fn crossing_costs_what_is_not_hidden() {
+fn a_transfer_costs_the_part_not_hidden_by_the_visit() {
     let b = CostModel::of(Machine { cuda: true, ..CPU });
     let visit = Work { forward: 1e9, ..Work::default() };
     let [pinned, other] = [true, false].map(|pin| Inputs { on_host: true, pin });

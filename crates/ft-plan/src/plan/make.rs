@@ -9,7 +9,7 @@ use crate::resolve::products;
 use crate::search::{Inputs, Prepared, SearchResult, choose};
 use crate::time::actions::{Actions, StageActions};
 use crate::workload::ReferencePass;
-use ft_engine::model::units::cut;
+use ft_engine::model::units::partition;
 use ft_engine::ranks::Mesh;
 use ft_engine::walk::Execution;
 use std::sync::Arc;
@@ -127,7 +127,7 @@ impl Plan {
 fn stages<'a>(i: &'a Inputs<'a>) -> ft_base::Result<(Vec<Prepared<'a>>, Vec<usize>)> {
     let p = &i.recipe.parallel;
     let (mut kinds, mut which) = (vec![Prepared::new(i, 0)?], vec![0]);
-    let all = cut(i.config, p.pipeline, &p.stages).unwrap_or_default();
+    let all = partition(i.config, p.pipeline, &p.stages).unwrap_or_default();
     for (stage, units) in all.into_iter().enumerate().skip(1) {
         let known = kinds.iter().position(|k| k.is_like(units));
         which.push(known.unwrap_or(kinds.len()));

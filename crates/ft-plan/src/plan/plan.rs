@@ -7,7 +7,7 @@ use crate::search::{self, Inputs, Prepared, Reasons};
 use crate::time::Work;
 use crate::units::bytes;
 use crate::workload::{ReferencePass, Workload};
-use ft_engine::model::units::cut;
+use ft_engine::model::units::partition;
 use ft_engine::params::LearningRate;
 use ft_engine::walk::Execution;
 use ft_kernels::Machine;
@@ -92,12 +92,12 @@ pub struct Pipelined {
 impl Pipelined {
     pub(super) fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, micros: u64, rows: usize) -> Option<Self> {
         let p = &i.recipe.parallel;
-        let all = cut(i.config, p.pipeline, &p.stages).filter(|_| p.pipeline > 1)?;
+        let all = partition(i.config, p.pipeline, &p.stages).filter(|_| p.pipeline > 1)?;
         let ahead = p.pipeline as u64 - 1;
         Some(Self {
             stage: all.iter().position(|units| *units == prepared.units())?,
             stages: all.iter().map(|units| units.own_layers().len()).collect(),
-            in_flight: prepared.flying(rows),
+            in_flight: prepared.in_flight(rows),
             bubble: ahead as f64 / (micros + ahead) as f64,
             for_a_tenth: 9 * ahead,
         })

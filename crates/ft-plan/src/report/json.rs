@@ -22,7 +22,7 @@ impl Plan {
         let (total, trainable) = self.parameters;
         let over_run = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
         let tokens = self.tokens_per_step(data_ranks) as f64;
-        let sheet = |s| if let Source::Sheet(card) = s { Some(card) } else { None };
+        let sheet = |s| if let Source::Datasheet(card) = s { Some(card) } else { None };
         let probe = |s| if let Source::Probe(probe) = s { Some(probe) } else { None };
         let time = range.map(|r| {
             json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high),

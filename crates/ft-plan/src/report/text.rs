@@ -150,7 +150,9 @@ impl Plan {
         let by = match r.source {
             Source::Measured => String::new(),
             Source::Probe(_) | Source::OtherFamily => format!(", {}", r.source.words()),
-            Source::Sheet(_) => format!(", {}: not measured (ft bench --probe measures)", r.source.words()),
+            Source::Datasheet(_) => {
+                format!(", {}: not measured (ft bench --probe measures)", r.source.words())
+            }
         };
         writeln!(s, "            {fewest} to {most} tokens a second{by}")
     }

@@ -108,7 +108,7 @@ pub(super) struct BatchSize<'p> {
     /// Simulation with mean-sized micro-batches; `None` if equal to the largest.
     pub(super) mean: Option<Simulation<'p>>,
     /// Ratio of a step's time to the time of all micro-batches: above 1 if stages of a pipeline wait.
-    waits: f64,
+    bubble_factor: f64,
 }
 
 impl<'p> BatchSize<'p> {
@@ -125,14 +125,14 @@ impl<'p> BatchSize<'p> {
         let mean = Tokens { tokens: part(whole.tokens), targets: part(whole.targets), ..workload.train };
         let of = |train| p.simulate(Workload { train, eval: None, ..workload }, &open.heads);
         let mean = (mean != workload.train).then(|| of(mean)).transpose()?;
-        let (simulation, waits) = (p.simulate(workload, &open.heads)?, p.waits(rows));
-        Ok(Self { rows, workload, simulation, mean, waits })
+        let (simulation, bubble_factor) = (p.simulate(workload, &open.heads)?, p.bubble_factor(rows));
+        Ok(Self { rows, workload, simulation, mean, bubble_factor })
     }
 
     /// Work per row and peak bytes of a combination.
     pub(super) fn weigh(&self, settings: Settings) -> Scored {
         let work = self.mean.as_ref().unwrap_or(&self.simulation).work(settings).total();
-        let work = work * self.waits / self.rows as f64;
+        let work = work * self.bubble_factor / self.rows as f64;
         let rank = if settings.inputs.on_host { work * (1.0 + MIN_SAVING) } else { work };
         Scored { settings, work, rank, total: self.total(settings) }
     }

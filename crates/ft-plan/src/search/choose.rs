@@ -170,7 +170,7 @@ mod tests {
     /// The search goes by halves through lists of ever smaller memory: at every budget it takes what a search through
     /// all of them takes.
     #[test]
-    fn halving_finds_what_all_combinations_have() -> ft_base::Result<()> {
+    fn search_by_halves_finds_the_best_of_all_combinations() -> ft_base::Result<()> {
         for (name, gib) in
             [("qwen3-8b-qlora", 6..20), ("qwen3-30b-a3b-qlora", 24..44), ("llama-3.1-8b-lora", 20..40)]
         {

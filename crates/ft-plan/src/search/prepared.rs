@@ -11,7 +11,7 @@ use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::stage_boundary::{Rows, StageBoundary};
-use ft_engine::model::units::{Units, cut};
+use ft_engine::model::units::{Units, partition};
 use ft_engine::ranks::Axis;
 use ft_engine::walk::generate::SAMPLE_TOKENS;
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
@@ -86,7 +86,7 @@ impl<'a> Prepared<'a> {
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
-        let units = cut(inputs.config, p.pipeline, &p.stages).and_then(|all| all.get(stage).copied());
+        let units = partition(inputs.config, p.pipeline, &p.stages).and_then(|all| all.get(stage).copied());
         let Some(units) = units else {
             return Err(Error::Ignored(format!("there is no stage {stage} of the layers")).into());
         };
@@ -123,8 +123,8 @@ impl<'a> Prepared<'a> {
         let lowest = |u: Units| s.lowest.map(|unit| unit.saturating_sub(u.first).min(u.end - u.first));
         let ends = |u: Units| (u.has_embedding(), u.has_head());
         let same = (kinds(own), ends(own), lowest(own)) == (kinds(other), ends(other), lowest(other));
-        let carried = |u: Units| [u.first, u.end].map(|unit| self.carried(unit));
-        same && carried(own) == carried(other)
+        let boundary = |u: Units| [u.first, u.end].map(|unit| self.boundary(unit));
+        same && boundary(own) == boundary(other)
     }
 
     /// Layers walked backward.
@@ -224,8 +224,8 @@ impl<'a> Prepared<'a> {
             neftune: r.data.neftune,
             prefers: r.task.has_objective(),
             skewed: false,
-            flying: self.flying(w.micro_rows),
-            more: self.micro_batches(w.micro_rows) > self.flying(w.micro_rows),
+            in_flight: self.in_flight(w.micro_rows),
+            more: self.micro_batches(w.micro_rows) > self.in_flight(w.micro_rows),
         };
         Simulation::new(run, heads)
     }
@@ -237,13 +237,13 @@ impl<'a> Prepared<'a> {
     }
 
     /// Micro-batches of the stage between their forward and their backward pass.
-    pub fn flying(&self, micro_rows: usize) -> u64 {
+    pub fn in_flight(&self, micro_rows: usize) -> u64 {
         let above = (self.inputs.recipe.parallel.pipeline - self.stage) as u64;
         if self.shape.goes_down() { above.min(self.micro_batches(micro_rows)) } else { 1 }
     }
 
     /// Time of a step divided by the time of its micro-batches: stages wait while a pipeline fills and drains.
-    pub(super) fn waits(&self, micro_rows: usize) -> f64 {
+    pub(super) fn bubble_factor(&self, micro_rows: usize) -> f64 {
         1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
     }
 
@@ -253,7 +253,7 @@ impl<'a> Prepared<'a> {
         let (s, tokens) = (&self.shape, self.tokens(w.train));
         let rows = Rows { own: tokens as usize, attended: self.part(w.train).0.tokens as usize };
         let bytes = |comes: bool, unit: usize, back: bool| {
-            let values = s.d as u64 * tokens + self.carried(unit).values(rows, back) as u64;
+            let values = s.d as u64 * tokens + self.boundary(unit).values(rows, back) as u64;
             if comes { values * s.dtype.size_in_bytes() as u64 } else { 0 }
         };
         let below = bytes(!s.units.has_embedding(), s.units.first, false);
@@ -261,7 +261,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// Values across the boundary below a unit, besides hidden states.
-    fn carried(&self, unit: usize) -> StageBoundary {
+    fn boundary(&self, unit: usize) -> StageBoundary {
         let tensor = self.inputs.recipe.parallel.tensor;
         StageBoundary::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))
     }

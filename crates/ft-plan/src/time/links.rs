@@ -1,14 +1,14 @@
 //! Rates of the links between ranks: measured by `ft bench --ranks`, or of a class of links.
 
 use super::actions::{Kind, Transfer};
-use super::kept::Kept;
+use super::bench_cache::BenchCache;
 use crate::model::Target;
 use ft_base::store;
 use ft_engine::ranks::{Axis, Mesh};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-const LINKS: Kept = Kept("links.json");
+const LINKS: BenchCache = BenchCache("links.json");
 
 /// Classes of links by name, with the name in words and the assumed bytes a second that a device receives.
 pub const CLASSES: [(&str, &str, f64); 4] =

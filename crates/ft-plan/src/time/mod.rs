@@ -1,7 +1,7 @@
 //! Time of a step: FLOPs, other costs in equivalent FLOPs, rates of arithmetic and of links measured by `ft bench`.
 
 pub mod actions;
-mod kept;
+mod bench_cache;
 pub mod links;
 pub mod probe;
 pub mod rates;

@@ -3,7 +3,7 @@
 //! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of its
 //! data sheet, in the cost model (`CostModel`) and for the time of a step.
 
-use super::kept::Kept;
+use super::bench_cache::BenchCache;
 use ft_base::store;
 use ft_base::terminal::warn;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-const PROBES: Kept = Kept("probes.json");
+const PROBES: BenchCache = BenchCache("probes.json");
 
 /// Rates of a card, in bf16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_named_with_the_reason_and_replaced() -> anyhow::Result<()> {
+    fn invalid_probe_files_are_named_and_replaced() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("probes.json");
         let probe = example();
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_made_once() {
+    fn names_of_cards_are_interned() {
         assert!(std::ptr::eq(named("a card"), named("a card")));
         assert_eq!(example().words(), "measured on a card on 2026-11-26");
     }

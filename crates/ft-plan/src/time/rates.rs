@@ -1,14 +1,14 @@
 //! Throughput measured by `ft bench` and stored for later plans, or estimated from a card's data sheet.
 
-use super::kept::Kept;
+use super::bench_cache::BenchCache;
 use super::probe::{self, Probe};
-use crate::host::{Sheet, sheet_of};
+use crate::host::{Datasheet, datasheet_of};
 use ft_base::store;
 use ft_kernels::Machine;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-const RATES: Kept = Kept("rates.json");
+const RATES: BenchCache = BenchCache("rates.json");
 
 /// Relative uncertainty of a step time predicted from measured rates, of steps or of a card's probe; plans print a
 /// range of ±30%. Seven recipes on an H200 were within it by its probe (docs/lab/gpu.md).
@@ -59,7 +59,7 @@ pub enum Source {
     /// Rates of the card, measured by its probe.
     Probe(&'static Probe),
     /// The data sheet of this card.
-    Sheet(&'static str),
+    Datasheet(&'static str),
 }
 
 impl Source {
@@ -69,7 +69,7 @@ impl Source {
             Self::Measured => "measured by ft bench".into(),
             Self::OtherFamily => "measured by ft bench, on a model of another family".into(),
             Self::Probe(probe) => format!("by rates {}", probe.words()),
-            Self::Sheet(card) => format!("by the data sheet of {card}"),
+            Self::Datasheet(card) => format!("by the data sheet of {card}"),
         }
     }
 }
@@ -123,7 +123,7 @@ pub fn save(m: Machine, family: &str, rate: Rate) -> Result<Option<PathBuf>, sto
 }
 
 /// FLOPs per second of large bf16 products on a card.
-pub fn of_products(sheet: Sheet) -> f64 {
+pub fn of_products(sheet: Datasheet) -> f64 {
     sheet.products * 1e12 * if sheet.warp_groups { HOPPER_SHARE } else { PRODUCTS_SHARE }
 }
 
@@ -135,7 +135,7 @@ pub fn predict(m: Machine, family: &str, work: f64) -> Option<Range> {
     let by_parts = || probe_of(m).map(|probe| (probe.rates.products, SPREAD, Source::Probe(probe)));
     let estimated = || {
         let name = m.card.filter(|_| m.cuda && !m.computes_in_f32())?;
-        Some((of_products(sheet_of(name)?), SHEET_SPREAD, Source::Sheet(name)))
+        Some((of_products(datasheet_of(name)?), SHEET_SPREAD, Source::Datasheet(name)))
     };
     let (rate, spread, source) = measured.or_else(by_parts).or_else(estimated).or_else(other)?;
     let middle = work / rate;
@@ -157,7 +157,7 @@ mod tests {
         let of = |card| predict(on(Some(card), 2), "qwen3", 1e15).map(|r| (r.low, r.high, r.source));
         let (low, high, source) = of("L40S").expect("a range");
         assert!(0.0 < low && low < high && high < 60.0, "{low} to {high} seconds");
-        assert_eq!(source, Source::Sheet("L40S"));
+        assert_eq!(source, Source::Datasheet("L40S"));
         // a higher product rate is a shorter time
         assert!(of("B200").is_some_and(|b| b.1 < low));
         // cards without bf16, unknown ones, f32

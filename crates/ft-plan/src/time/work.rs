@@ -8,7 +8,7 @@
 
 use super::probe::CardRates;
 use super::rates;
-use crate::host::{Sheet, sheet_of};
+use crate::host::{Datasheet, datasheet_of};
 use ft_engine::walk::Inputs;
 use ft_kernels::Machine;
 use ft_kernels::ledger::Cost;
@@ -110,14 +110,14 @@ pub struct CostModel {
 impl CostModel {
     /// CPU values are measured (`docs/lab/cpu-speed.md`). Those of CUDA come from the probe of the card
     /// ([`Self::of_probe`]). Without one they are estimates, by the data sheet of the card if it is known
-    /// ([`Self::of_sheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350 and 265 TFLOP/s
-    /// for the attention kernels. On devices with slower products, transfers cost less than stated there.
+    /// ([`Self::of_datasheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350 and 265
+    /// TFLOP/s for the attention kernels. On devices with slower products, transfers cost less than stated there.
     pub fn of(m: Machine) -> Self {
         if let Some(probe) = rates::probe_of(m) {
             return Self::of_probe(probe.rates);
         }
-        match (m.cuda, m.card.and_then(sheet_of)) {
-            (true, Some(sheet)) => Self::of_sheet(sheet),
+        match (m.cuda, m.card.and_then(datasheet_of)) {
+            (true, Some(sheet)) => Self::of_datasheet(sheet),
             // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
             // once and read twice
             (true, None) => Self {
@@ -169,7 +169,7 @@ impl CostModel {
     /// byte read and a bf16 value written, or 1.1 picoseconds, 3 microseconds a launch, PCIe 4 at 25 GB/s (half for
     /// pageable memory, copied through a driver buffer). Attention and grouped products use `mma.sync`: they keep up
     /// with products that use it too, and stay behind `wgmma`, as measured on an H200 (2026-11-26).
-    fn of_sheet(sheet: Sheet) -> Self {
+    fn of_datasheet(sheet: Datasheet) -> Self {
         let products = rates::of_products(sheet);
         let byte = products / (sheet.memory * 1e12 * rates::MEMORY_SHARE);
         Self {
@@ -208,7 +208,7 @@ mod tests {
     use crate::time::probe;
 
     #[test]
-    fn measured_rates_are_the_cost_model() {
+    fn the_cost_model_uses_measured_rates() {
         let card = probe::named("a card of the cost model");
         let m = Machine { cuda: true, width: 2, stored: 2, threads: 1, card: Some(card), fp8: false };
         assert_eq!(CostModel::of(m), CostModel::of(Machine { card: None, ..m }));

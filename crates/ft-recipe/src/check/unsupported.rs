@@ -5,16 +5,13 @@ use std::collections::BTreeSet;
 
 /// Refuses `parallel.comm = "mpi"` in a build without the feature `mpi`. Skips keys in `bad`, which already have a
 /// problem.
-pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
+pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Option<Diagnostic> {
     const KEY: &str = "parallel.comm";
     // the default build has no MPI, because few machines have the required libraries
     const HINT: &str = "cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, \
         openmpi-bin, libclang-dev)";
     let node = root.find(KEY).filter(|node| matches!(&node.value, Value::Text(word) if word == "mpi"));
-    let node = node.filter(|_| !cfg!(feature = "mpi") && !bad.contains(KEY));
-    let problem = node.map(|node| {
-        let message = format!("not built yet: {KEY} = {}", node.value);
-        Diagnostic::new(texts, &node.at, message).key(KEY).hint(HINT)
-    });
-    problem.into_iter().collect()
+    let node = node.filter(|_| !cfg!(feature = "mpi") && !bad.contains(KEY))?;
+    let message = format!("not built yet: {KEY} = {}", node.value);
+    Some(Diagnostic::new(texts, &node.at, message).key(KEY).hint(HINT))
 }

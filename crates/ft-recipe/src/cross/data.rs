@@ -2,7 +2,7 @@
 
 use super::context::Cross;
 use crate::check::nearest;
-use crate::keys::{Mask, Recipe, Slice, Source};
+use crate::keys::{Form, Mask, Recipe, Slice, Source};
 use std::collections::BTreeMap;
 
 impl Cross<'_, '_> {
@@ -66,13 +66,15 @@ impl Cross<'_, '_> {
 
     fn fields(&mut self, path: &str, source: &Source) {
         let Some(format) = source.format else { return };
-        // the reader knows the form of the rows
-        let known = format.fields(true);
+        // without a form, the model's template decides
+        let is_plain = format.has_forms() && source.form == Some(Form::Plain);
+        let known = format.fields(!is_plain);
         let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
         for (ours, theirs) in &source.fields {
             let key = format!("{path}.fields.{ours}");
             if !known.contains(&ours.as_str()) {
-                let message = format!("format \"{}\" has no field {ours}", format.word());
+                let form = if is_plain { " in form \"plain\"" } else { "" };
+                let message = format!("format \"{}\"{form} has no field {ours}", format.word());
                 let hint = match nearest(ours, known.iter().copied()) {
                     Some(near) => {
                         format!("did you mean {near}? Left stands the format's name, right the file's")

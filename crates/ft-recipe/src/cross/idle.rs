@@ -207,7 +207,7 @@ pub(crate) struct Idle {
 impl Recipe {
     /// Warnings about given keys without effect, now that `facts` are known, and about a reference without the adapter
     /// that trains.
-    pub fn idle(&self, facts: Facts) -> Vec<String> {
+    pub fn warnings(&self, facts: Facts) -> Vec<String> {
         let all = self.idle_keys(facts, false, &|_| false);
         let line = |i: Idle| format!("{}: {}\n  hint: {}", self.place(&i.path), i.message, i.hint);
         all.into_iter().map(line).chain(self.reference_below_adapter()).collect()
@@ -297,7 +297,7 @@ mod tests {
 
     /// Every row is of keys that exist.
     #[test]
-    fn rows_name_keys() {
+    fn rows_of_idle_keys_name_existing_keys() {
         for row in ROWS {
             for key in row.keys.iter().chain(row.of) {
                 assert!(find_key(key).is_some(), "{key}");

@@ -1,7 +1,7 @@
 //! Checks of `[optimizer]` against further keys.
 
 use super::context::Cross;
-use crate::keys::{Dtype, Method, MicroRows, Offload, Recipe};
+use crate::keys::{Dtype, MICRO_ROWS, Method, MicroRows, Offload, Recipe};
 
 impl Cross<'_, '_> {
     pub(super) fn optimizer(&mut self, recipe: &Recipe) {
@@ -56,7 +56,7 @@ impl Cross<'_, '_> {
                  micro_rows = {micro} on {ranks} rank(s)",
                 run.batch_rows
             );
-            let hint = match one * ranks == run.batch_rows && one > 0 {
+            let hint = match one * ranks == run.batch_rows && (1..=MICRO_ROWS).contains(&(one as u64)) {
                 true => format!(
                     "write run.micro_rows = {one}, or run.batch_rows = {}",
                     run.micro_rows.count() * ranks

@@ -90,7 +90,7 @@ mod tests {
                  \"preference\"\n[[train]]\nmodules = [\"mlp\"]\n"
             );
             let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
-            recipe.idle(Facts::default()).iter().any(|w| w.contains("preference.reference = \"start\""))
+            recipe.warnings(Facts::default()).iter().any(|w| w.contains("preference.reference = \"start\""))
         };
         assert!(told("lora.init = \"first/adapter\""));
         assert!(!told("lora.init = \"pissa\""));

@@ -32,8 +32,8 @@ pub trait Around {
     fn read(&self, path: &str) -> Option<String>;
     /// The groups of modules of a model, if its config is at hand.
     fn groups(&self, model: &str) -> Option<Vec<String>>;
-    /// Text of a model's config.json, if it is at hand.
-    fn config(&self, _model: &str) -> Option<String> {
+    /// The coefficient of a model's load-balancing loss in transformers, or 0, if its config is at hand.
+    fn router_loss(&self, _model: &str) -> Option<f64> {
         None
     }
 }

@@ -172,13 +172,20 @@ fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Resul
             let Some(key) = problem.key.as_deref() else { continue };
             let Some(set) = draft.remove(key) else { continue };
             removed = true;
+            let lost = unevaluated && ["run.patience", "run.keep_best"].contains(&set.path.as_str());
+            let fate = match problem.message.contains("does nothing") && !lost {
+                true => Fate::NoEffect,
+                false => Fate::NotSupported,
+            };
+            let text = problem.message.clone() + if lost { ": write run.eval_every" } else { "" };
+            let others_stay = draft.keys.iter().any(|s| s.origin == set.origin);
             for l in lines.iter_mut().filter(|l| tells_of(l, &set, key)) {
-                let lost = unevaluated && ["run.patience", "run.keep_best"].contains(&set.path.as_str());
-                l.fate = match problem.message.contains("does nothing") && !lost {
-                    true => Fate::NoEffect,
-                    false => Fate::NotSupported,
-                };
-                l.text = problem.message.clone() + if lost { ": write run.eval_every" } else { "" };
+                if l.key == set.origin && others_stay {
+                    l.text += &format!("; {text}");
+                    l.fate = if fate == Fate::NoEffect { l.fate } else { fate };
+                } else {
+                    (l.fate, l.text) = (fate, text.clone());
+                }
             }
         }
         if !removed {

@@ -6,21 +6,15 @@ use super::read::{Entry, number, text};
 use super::train::model;
 use crate::keys::Task;
 use crate::syntax::quote;
-use serde_json::Value;
 
 /// The first learning rate of a warm-up in transformers' schedules.
 const WARMUP: &str = "; the first update has lr / warm-up steps, not 0";
-/// Reason to leave out arguments of AdamW where transformers' Trainer trains with GaLore.
-const NOT_GALORES: &str = "the Trainer does not hand it to GaLore's optimizer";
-/// The `model_type` of mixtures whose classes in transformers have a load-balancing loss, and its coefficient where
-/// config.json has none.
-const BALANCED: &[&str] =
-    &["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss"];
-const ROUTER_LOSS: f64 = 0.001;
 
 conversions! {
-    optimizer, optimizer_argument, galore_rank, betas, epsilon, decay, decay_of_all, schedule_argument, min_lr_ratio,
-    warmup, router_loss;
+    optimizer, optimizer_argument, galore_rank, decay_of_all, schedule_argument, min_lr_ratio, warmup, router_loss;
+    "betas" => |ctx, e| of_adamw(ctx, e, betas),
+    "epsilon" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.eps", e)),
+    "decay" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.weight_decay", e)),
     "galore" => |ctx, e| ctx.switch("optimizer.name", quote("galore"), e),
     "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
     "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
@@ -79,24 +73,15 @@ fn optimizer_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn epsilon(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+/// Converts an argument of AdamW, which has no effect where transformers' Trainer trains with GaLore.
+fn of_adamw(ctx: &mut Context<'_>, e: &Entry, convert: Convert) -> Outcome {
     match trainers_galore(ctx) {
-        Some(_) => needless(NOT_GALORES),
-        None => ctx.take("optimizer.eps", e),
-    }
-}
-
-fn decay(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match trainers_galore(ctx) {
-        Some(_) => needless(NOT_GALORES),
-        None => ctx.take("optimizer.weight_decay", e),
+        Some(_) => needless("the Trainer does not hand it to GaLore's optimizer"),
+        None => convert(ctx, e),
     }
 }
 
 fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    if trainers_galore(ctx).is_some() {
-        return needless(NOT_GALORES);
-    }
     let (a, b) = (ctx.number(&["adam_beta1"]).unwrap_or(0.9), ctx.number(&["adam_beta2"]).unwrap_or(0.999));
     converted(ctx.set("optimizer.betas", format!("[{a:?}, {b:?}]"), e))
 }
@@ -169,25 +154,11 @@ fn router_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if !matches!(ctx.task, Task::Sft | Task::Dpo | Task::Kto) {
         return needless("its trainer adds none by default");
     }
-    match own_router_loss(ctx) {
+    match model(ctx).and_then(|name| ctx.around.router_loss(&name)) {
         Some(0.0) => needless("the model has none"),
         Some(own) => converted(ctx.set("router.aux_loss", number_text(own), e) + ": the model's own"),
         None => {
             refused("for a mixture of experts: router.aux_loss = router_aux_loss_coef of its config.json")
         }
     }
-}
-
-/// The coefficient of the load-balancing loss that a model has in transformers, 0 without experts; `None` if its config
-/// is not at hand.
-fn own_router_loss(ctx: &Context<'_>) -> Option<f64> {
-    let name = model(ctx)?;
-    if !ctx.around.groups(&name)?.iter().any(|g| g == "router") {
-        return Some(0.0);
-    }
-    let config: Value = serde_json::from_str(&ctx.around.config(&name)?).ok()?;
-    let text = config.get("text_config").filter(|t| t.is_object()).unwrap_or(&config);
-    let is_balanced = text.get("model_type").and_then(Value::as_str).is_some_and(|t| BALANCED.contains(&t));
-    let written = text.get("router_aux_loss_coef").and_then(number);
-    Some(written.unwrap_or(if is_balanced { ROUTER_LOSS } else { 0.0 }))
 }

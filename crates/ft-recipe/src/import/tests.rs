@@ -114,7 +114,7 @@ fn published_configurations_are_imported() {
 }
 
 #[test]
-fn batches_have_their_arithmetic() {
+fn imported_batches_become_rows_of_a_step() {
     let text = "base_model: m\nadapter: lora\nlora_r: 8\ndatasets: [{path: a.jsonl, type: completion}]\n\
                 micro_batch_size: 2\ngradient_accumulation_steps: 8\n";
     let imported = of(text);
@@ -250,31 +250,25 @@ fn the_router_loss_of_trl_is_the_models_own() {
         fn read(&self, _: &str) -> Option<String> {
             None
         }
-        fn groups(&self, model: &str) -> Option<Vec<String>> {
-            let dense = ["attention", "mlp"].map(String::from).to_vec();
-            match model {
-                "dense" => Some(dense),
-                "far" => None,
-                _ => Some(dense.into_iter().chain(["router".to_string()]).collect()),
-            }
+        fn groups(&self, _: &str) -> Option<Vec<String>> {
+            None
         }
-        fn config(&self, model: &str) -> Option<String> {
-            Some(match model {
-                "written" => r#"{"model_type": "mixtral", "router_aux_loss_coef": 0.02}"#.into(),
-                "nested" => r#"{"text_config": {"model_type": "qwen3_5_moe_text"}}"#.into(),
-                _ => r#"{"model_type": "gemma4_text"}"#.into(),
-            })
+        fn router_loss(&self, model: &str) -> Option<f64> {
+            match model {
+                "balanced" => Some(0.02),
+                "dense" => Some(0.0),
+                _ => None,
+            }
         }
     }
     let trl = "--dataset_name d.jsonl --use_peft --lora_target_modules q_proj --model_name_or_path";
     for (command, coefficient, told) in [
-        ("trl sft {trl} written", 0.02, true),
-        ("trl kto {trl} nested", 0.001, true),
-        ("trl sft {trl} without", 0.0, false),
+        ("trl sft {trl} balanced", 0.02, true),
+        ("trl kto {trl} balanced", 0.02, true),
         ("trl sft {trl} dense", 0.0, false),
         ("trl sft {trl} far", 0.0, true),
-        ("trl reward {trl} written", 0.0, false),
-        ("trl sft {trl} written --router_aux_loss_coef 0.5", 0.5, true),
+        ("trl reward {trl} balanced", 0.0, false),
+        ("trl sft {trl} balanced --router_aux_loss_coef 0.5", 0.5, true),
     ] {
         let imported = import(&command.replace("{trl}", trl), "a.sh", &Models).expect(command);
         let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(&imported)));
@@ -394,7 +388,7 @@ fn unknown_keys_and_unsupported_values_are_told() {
 
 /// Of the names of fields only that without a counterpart is left out, and told.
 #[test]
-fn other_fields_stay() {
+fn only_fields_without_a_counterpart_are_left_out() {
     let text = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, type: completion, field: body, field_system: s}]";
     let (imported, r) = (of(text), recipe(text));
     let line = imported.lines.iter().find(|l| l.key == "datasets.0.field_system").expect("a line");
@@ -405,6 +399,32 @@ fn other_fields_stay() {
         r.data.train[0].fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(),
         ["text=body"]
     );
+    // the text of Alpaca's prompt has no tools
+    let tools = of("base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, type: alpaca, field_tools: t}]");
+    assert_eq!(fate(&tools, "datasets.0.field_tools"), Fate::NotSupported, "{}", listing(&tools));
+}
+
+/// The line of a data set names its sources beside a refused field.
+#[test]
+fn a_refused_field_is_told_beside_the_sources() {
+    struct Info;
+    impl Around for Info {
+        fn read(&self, path: &str) -> Option<String> {
+            let info = r#"{"mine": {"file_name": "a.json", "formatting": "sharegpt",
+                "columns": {"messages": "talk", "prompt": "q"}}}"#;
+            (path == "dir/dataset_info.json").then(|| info.into())
+        }
+        fn groups(&self, _: &str) -> Option<Vec<String>> {
+            None
+        }
+    }
+    let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: mine\ndataset_dir: dir\n";
+    let imported = import(text, "a.yaml", &Info).expect("an import");
+    let line = imported.lines.iter().find(|l| l.key == "dataset").expect("a line");
+    let told = "sources \"dir/a.json\"; format \"messages\" has no field instruction";
+    assert_eq!((line.fate, line.text.as_str()), (Fate::NotSupported, told));
+    let recipe = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    assert_eq!(recipe.data.train[0].fields["messages"], "talk");
 }
 
 /// Masks of TRL: the assistant's wins over that of completions.
@@ -475,7 +495,7 @@ fn a_template_is_a_file_or_text() {
 
 /// Keys with a reason of their own, and what the recipe has of them.
 #[test]
-fn reasons_are_those_of_their_keys() {
+fn imported_keys_have_reasons_of_their_own() {
     let axolotl = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\n";
     let imported = of(&format!(
         "{axolotl}test_datasets: [{{path: t.jsonl}}]\ndp_shard_size: 4\ndp_replicate_size: 1\nring_attn_func: x\n"

@@ -104,6 +104,18 @@ impl Format {
         }
     }
 
+    /// Keys of a row with a list or table in place of text.
+    pub fn json_keys(self) -> impl Iterator<Item = &'static str> {
+        fn is_json(key: &&str) -> bool {
+            match *key {
+                "messages" | "conversations" | "conversation" | "tools" | "history" => true,
+                "labels" | "attention_mask" | "weights" | "teacher" | "teacher_logits" => true,
+                key => key.ends_with("_ids"),
+            }
+        }
+        self.keys(true).iter().copied().filter(is_json)
+    }
+
     /// Names that `fields` can replace: keys of a row, and of its messages.
     pub fn fields(self, chat: bool) -> Vec<&'static str> {
         let mut names = self.keys(chat).to_vec();

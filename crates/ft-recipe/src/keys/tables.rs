@@ -14,7 +14,7 @@ use Kind::{
     Strings, Table, Tables, Text, Texts, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ const BIG: u64 = i64::MAX as u64;
 /// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
 /// Largest number of rows of a micro-batch. Plans list their documents.
-const MICRO_ROWS: u64 = 1 << 16;
+pub(crate) const MICRO_ROWS: u64 = 1 << 16;
 /// Log-probabilities of a teacher for each token that `ft logits` writes by default.
 pub const TOP_K: usize = 64;
 /// Largest number of classes.
@@ -76,12 +76,11 @@ table! {
         /// Folder of the recipe file, for relative paths; empty if the recipe is not from a file.
         pub folder: PathBuf,
         /// Positions of keys in the recipe, by dotted path.
-        pub(crate) places: BTreeMap<String, Place>,
+        pub(crate) places: BTreeMap<String, Location>,
         /// Dotted paths of given keys with another value than their default; of a rule, all.
         pub(crate) changed: BTreeSet<String>,
-        /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
-        /// them.
-        pub not_built: Vec<Diagnostic>,
+        /// A value that this build of `ft run` does not support. Always `None` after `load`, which rejects it.
+        pub not_built: Option<Diagnostic>,
         /// `parallel = "auto"`, with a layout still to be chosen; `parallel` has the defaults.
         pub auto_layout: bool,
     }
@@ -161,7 +160,7 @@ table! {
         lr_scale: f64 = Number(Bound::Positive), Toml("1.0");
         ..
         /// Position of the rule in the recipe.
-        pub place: Place,
+        pub place: Location,
     }
 }
 
@@ -289,7 +288,7 @@ table! {
         mask: Option<Mask> = Word(Mask::WORDS), Absent("data.mask");
         ..
         /// Position of the source in the recipe.
-        pub place: Place,
+        pub place: Location,
         /// Downloaded files of a hub dataset; empty for local sources.
         pub fetched: Vec<PathBuf>,
     }

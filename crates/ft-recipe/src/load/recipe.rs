@@ -8,7 +8,7 @@ use crate::check::{Checker, find_unsupported, meant, nearest};
 use crate::cross;
 use crate::keys::{Recipe, Section};
 use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, read};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -23,13 +23,13 @@ impl Recipe {
     /// Reads the recipe at `path`, applies the `KEY=VALUE` overrides, and checks the result.
     ///
     /// # Errors
-    /// All problems of the recipe at once, including keys that `ft run` does not support yet.
+    /// All problems of the recipe at once, including a value that this build of `ft run` does not support.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, false)
     }
 
-    /// Like [`Recipe::load`], for `ft plan`: keys not supported yet are listed in [`Recipe::not_built`]
-    /// and are not an error.
+    /// Like [`Recipe::load`], for `ft plan`: a value that this build of `ft run` does not support is in
+    /// [`Recipe::not_built`], and no error.
     pub fn load_for_plan(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, true)
     }
@@ -113,7 +113,7 @@ impl Recipe {
         root.walk("", &mut |path, at| {
             recipe.places.insert(path, Diagnostic::new(&texts, at, "").place);
         });
-        recipe.places.insert(String::new(), Place { file: texts[0].name.clone(), line: 0, column: 0 });
+        recipe.places.insert(String::new(), Location { file: texts[0].name.clone(), line: 0, column: 0 });
         recipe.place_entries(&root, &texts);
         Ok(recipe)
     }
@@ -161,7 +161,7 @@ impl Recipe {
     /// Sets the positions of rules and sources.
     fn place_entries(&mut self, root: &Table, texts: &[SourceText]) {
         let place = |path: String| {
-            root.find(&path).map_or_else(Place::default, |n| Diagnostic::new(texts, &n.at, "").place)
+            root.find(&path).map_or_else(Location::default, |n| Diagnostic::new(texts, &n.at, "").place)
         };
         for (i, rule) in self.train.iter_mut().enumerate() {
             rule.place = place(format!("train.{i}"));
@@ -173,9 +173,14 @@ impl Recipe {
         }
     }
 
+    /// Whether the recipe or the command line has the key at a dotted path.
+    pub fn has_key(&self, path: &str) -> bool {
+        self.places.contains_key(path)
+    }
+
     /// Position of the key at a dotted path ("data.train.0.source"). If absent, the nearest enclosing
     /// table, or the file.
-    pub fn place(&self, path: &str) -> Place {
+    pub fn place(&self, path: &str) -> Location {
         let mut path = path;
         loop {
             if let Some(place) = self.places.get(path) {
@@ -184,7 +189,7 @@ impl Recipe {
             match path.rsplit_once('.') {
                 Some((above, _)) => path = above,
                 None if !path.is_empty() => path = "",
-                None => return Place { file: "recipe".into(), line: 0, column: 0 },
+                None => return Location { file: "recipe".into(), line: 0, column: 0 },
             }
         }
     }

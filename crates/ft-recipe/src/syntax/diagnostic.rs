@@ -5,7 +5,7 @@
 
 use annotate_snippets::renderer::DecorStyle;
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
-use ft_base::error::Place;
+use ft_base::error::Location;
 use ft_base::terminal::escape;
 use std::fmt;
 use std::ops::Range;
@@ -54,7 +54,7 @@ pub(crate) struct Span {
 #[derive(Clone, Debug)]
 pub struct Diagnostic {
     /// Position of the problem.
-    pub place: Place,
+    pub place: Location,
     /// Dotted path of the affected key, if any.
     pub key: Option<String>,
     /// Error message.
@@ -131,16 +131,16 @@ impl Diagnostic {
     }
 }
 
-fn origin<'a>(place: &Place, file: &'a str) -> Origin<'a> {
+fn origin<'a>(place: &Location, file: &'a str) -> Origin<'a> {
     let origin = Origin::path(file);
     if place.line > 0 { origin.line(place.line).char_column(place.column) } else { origin }
 }
 
 /// Returns the position of `at`, the excerpt of the first line, the underlined range of the excerpt, and
 /// whether the excerpt omits a part of the line.
-fn locate(texts: &[SourceText], at: &Span) -> (Place, String, Range<usize>, bool) {
+fn locate(texts: &[SourceText], at: &Span) -> (Location, String, Range<usize>, bool) {
     let Some(source) = texts.get(at.text) else {
-        return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
+        return (Location { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
     };
     let text = source.text.as_str();
     let start = text.floor_char_boundary(at.bytes.start);
@@ -154,9 +154,9 @@ fn locate(texts: &[SourceText], at: &Span) -> (Place, String, Range<usize>, bool
     let shown = text[from..to].trim_end_matches('\r');
     let span = (start - from).min(shown.len())..(end - from).min(shown.len());
     let place = if source.is_file {
-        Place { file: source.name.clone(), line, column: text[line_start..start].chars().count() + 1 }
+        Location { file: source.name.clone(), line, column: text[line_start..start].chars().count() + 1 }
     } else {
-        Place { file: source.name.clone(), line: 0, column: 0 }
+        Location { file: source.name.clone(), line: 0, column: 0 }
     };
     (place, shown.to_string(), span, from > line_start || to < line_end)
 }

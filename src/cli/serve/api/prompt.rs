@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::parameters::Parameters;
-use crate::cli::serve::job::Prompt;
+use crate::cli::serve::generate::Prompt;
 use crate::cli::serve::state::ServerState;
 use crate::infer::Prompter;
 use ft_data::PromptFormat;

@@ -4,7 +4,7 @@ use super::error::ApiError;
 use super::parameters::Parameters;
 use super::prompt;
 use super::response::Endpoint;
-use crate::cli::serve::job::{Generation, random};
+use crate::cli::serve::generate::{Generation, random};
 use crate::cli::serve::state::ServerState;
 use crate::infer::ContextLimit;
 use crate::infer::sampling::{SamplingOptions, penalty};
@@ -17,6 +17,9 @@ const ALTERNATIVES: u64 = 20;
 const STOPS: usize = 32;
 /// Token limit of a reply without one in the request or for the server.
 const REPLY: usize = 1024;
+/// Log-probabilities in the replies to a request that are not streamed: they are one JSON value in memory, of about
+/// 1 KiB for each.
+const SCORES: usize = 1 << 16;
 
 /// A validated request.
 pub struct Request {
@@ -42,7 +45,7 @@ const WITHOUT_EFFECT: [&str; 9] = [
 /// Parses and validates a request body.
 ///
 /// A token limit above the server's, or above the rest of the context, is lowered; the answer then ends
-/// with finish reason `length`.
+/// with finish reason `length`. Log-probabilities of an answer that is not streamed are limited to `SCORES`.
 ///
 /// # Errors
 /// Client errors: status 400, or 404 for an unknown model.
@@ -61,11 +64,13 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
             (prompt::texts(state, &mut p)?, logprobs, echo)
         }
     };
+    let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
     let longest = prompts.iter().map(|p| p.ids.len()).max().unwrap_or(0);
-    let max_tokens = max_tokens(state, &mut p, endpoint, echo, longest)?;
+    let (asked, limit) = max_tokens(state, &mut p, endpoint, echo, longest)?;
+    let scored = logprobs.filter(|_| !stream).map_or(usize::MAX, |n| scored_tokens(n, prompts.len()));
+    let max_tokens = limit_scored(asked, limit, scored)?;
     let (sampling, repetition_penalty, seed) = sampling(state, &mut p)?;
     let stop = stop_strings(p.take("stop"))?;
-    let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
     let include_usage = include_usage(p.take("stream_options"), stream)?;
     p.finish()?;
     let continues = endpoint == Endpoint::Text;
@@ -138,14 +143,15 @@ fn chat_logprobs(p: &mut Parameters) -> Result<Option<usize>, ApiError> {
     }
 }
 
-/// Token limit of a reply to prompts of at most `longest` tokens; 0 only beside an echo.
+/// Token limits of a reply to prompts of at most `longest` tokens, of the request and the one that holds; 0 only beside
+/// an echo.
 fn max_tokens(
     state: &ServerState,
     p: &mut Parameters,
     endpoint: Endpoint,
     echo: bool,
     longest: usize,
-) -> Result<usize, ApiError> {
+) -> Result<(Option<usize>, usize), ApiError> {
     let least = u64::from(!echo);
     let count = |v: &Value| v.as_u64().filter(|n| *n >= least).and_then(|n| usize::try_from(n).ok());
     let wanted = if echo { "a whole number" } else { "a whole number above 0" };
@@ -171,7 +177,7 @@ fn max_tokens(
         let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
         return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
     }
-    Ok(reply_limit(asked, state.max_tokens).min(left))
+    Ok((asked, reply_limit(asked, state.max_tokens).min(left)))
 }
 
 /// Token limit of a reply, from those of the request and of the server.
@@ -179,6 +185,24 @@ fn reply_limit(asked: Option<usize>, server: Option<usize>) -> usize {
     match (asked, server) {
         (Some(asked), Some(server)) => asked.min(server),
         (asked, server) => asked.or(server).unwrap_or(REPLY),
+    }
+}
+
+/// Most tokens of each reply with this number of alternatives per token, within [`SCORES`].
+fn scored_tokens(alternatives: usize, prompts: usize) -> usize {
+    SCORES / (alternatives + 1) / prompts.max(1)
+}
+
+/// Lowers a token limit to that of scored replies, or refuses it if the request asked for it.
+fn limit_scored(asked: Option<usize>, limit: usize, scored: usize) -> Result<usize, ApiError> {
+    match asked {
+        Some(_) if limit > scored => {
+            let message = format!(
+                "max_tokens: with log-probabilities, and without stream = true, each reply has at most {scored} tokens"
+            );
+            Err(ApiError::param("max_tokens", message))
+        }
+        _ => Ok(limit.min(scored)),
     }
 }
 
@@ -198,7 +222,7 @@ fn sampling(
     let whole = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|n| n as u64));
     let seed = p.read("seed", "a whole number", whole)?.unwrap_or_else(random);
     let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed };
-    let (sampling, penalty) = options.sampling(&state.dir)?;
+    let (sampling, penalty) = options.sampling(&state.generation)?;
     Ok((sampling, penalty, seed))
 }
 
@@ -244,6 +268,18 @@ mod tests {
     fn only_a_limit_given_to_the_server_lowers_that_of_a_request() {
         assert_eq!([None, Some(4096)].map(|asked| reply_limit(asked, None)), [REPLY, 4096]);
         assert_eq!([None, Some(9), Some(4096)].map(|asked| reply_limit(asked, Some(400))), [400, 9, 400]);
+    }
+
+    #[test]
+    fn log_probabilities_limit_the_tokens_of_whole_replies() {
+        let scored = [(0, 1), (20, 1), (20, 256)].map(|(n, prompts)| scored_tokens(n, prompts));
+        assert_eq!(scored, [65536, 3120, 12]);
+        let limit = |asked, limit| limit_scored(asked, limit, 3120).map_err(|e| e.param);
+        assert_eq!(limit(None, 100_000), Ok(3120));
+        assert_eq!((limit(None, 8), limit(Some(3120), 3120)), (Ok(8), Ok(3120)));
+        // lowered before by the server or the context
+        assert_eq!(limit(Some(100_000), 512), Ok(512));
+        assert_eq!(limit(Some(3121), 3121), Err(Some("max_tokens".into())));
     }
 
     #[test]

@@ -1,8 +1,7 @@
 //! Responses: whole, or as server-sent events.
 
 use super::error::ApiError;
-use crate::cli::serve::job::{Event, FinishReason, Generation, random};
-use crate::cli::serve::scores::{Spelled, Token};
+use crate::cli::serve::generate::{Event, FinishReason, Generation, Spelled, Token, random};
 use crate::log::unix_time;
 use axum::http::header;
 use axum::response::sse::{self, Sse};

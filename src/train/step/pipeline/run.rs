@@ -4,20 +4,20 @@ use crate::train::preference::Tally;
 use crate::train::step::accumulate::{Passes, weigh};
 use crate::train::step::context::TrainContext;
 use crate::train::step::sums::Collected;
-use crate::train::step::turn::{OwnMicro, Ranks, TokenRanks};
+use crate::train::step::turn::{LocalMicroBatch, Ranks, RowGroups};
 use ft_data::Micro;
 use ft_engine::model::Batch;
 use ft_engine::model::stage_boundary::Rows;
-use ft_engine::ranks::schedule::{Action, Passed, schedule};
-use ft_engine::walk::{Crossing, Hooks, Pass, RouterLosses, Stage, Times, Total, Walk};
+use ft_engine::ranks::schedule::{Action, ExchangeMicros, schedule};
+use ft_engine::walk::{Hooks, Pass, RouterLosses, Stage, StageExchange, Times, Total, Walk};
 use ft_kernels::Tensor;
 use std::collections::BTreeMap;
 
 /// A micro-batch on its way through a stage.
 #[derive(Default)]
-struct Flight<'a> {
+struct InFlight<'a> {
     /// Own part, up to the forward pass.
-    micro: Option<OwnMicro<'a>>,
+    micro: Option<LocalMicroBatch<'a>>,
     /// Its input, from the forward pass on.
     batch: Option<Batch<'a>>,
     /// Numbers of tokens, after the backward pass.
@@ -32,10 +32,10 @@ struct Flight<'a> {
     total: Total,
 }
 
-impl Flight<'_> {
+impl InFlight<'_> {
     /// Numbers of tokens on this rank, of a micro-batch that has any.
     fn tokens(&self) -> Option<Rows> {
-        let before = self.micro.as_ref().map(OwnMicro::rows).filter(|rows| rows.own > 0);
+        let before = self.micro.as_ref().map(LocalMicroBatch::rows).filter(|rows| rows.own > 0);
         before.or(self.tokens).or(self.batch.as_ref().map(Batch::rows))
     }
 }
@@ -48,12 +48,12 @@ struct StageStep<'a, 'b, 's> {
     ranks: Ranks<'a>,
     stage: &'b Stage<'b>,
     /// Ranks of the stage with tokens of the same rows, if there are several.
-    tokens: Option<&'b TokenRanks<'b>>,
+    tokens: Option<&'b RowGroups<'b>>,
     /// Tokens and targets before each micro-batch of the step.
     first: Vec<(usize, usize)>,
     /// Whether gradients cross the boundary above and the one below.
     trains: [bool; 2],
-    flights: BTreeMap<usize, Flight<'b>>,
+    in_flight: BTreeMap<usize, InFlight<'b>>,
 }
 
 impl TrainContext<'_> {
@@ -67,7 +67,7 @@ impl TrainContext<'_> {
     ) -> ft_base::Result<()> {
         let (ranks, batches) = (self.ranks(), passes.batches);
         let Some(stage) = passes.reduce.stage() else { return Ok(()) };
-        let tokens = ranks.of_tokens();
+        let tokens = ranks.row_groups();
         let mut sum = (0, 0);
         let before = |(_, size): &(&[usize], ft_data::Size)| {
             let at = sum;
@@ -83,14 +83,14 @@ impl TrainContext<'_> {
             [true, _] => ranks.stage(),
             [false, _] => ranks.stage() + 1,
         };
-        let turns = batches.all.len().div_ceil(ranks.at_once());
+        let turns = batches.all.len().div_ceil(ranks.data_parallel_size());
         let list = schedule(ranks.stages(), ranks.stage(), turns, lowest_stage);
-        let (tokens, flights) = (tokens.as_ref(), BTreeMap::new());
-        let mut step = StageStep { cx: self, passes, router, ranks, stage, tokens, first, trains, flights };
+        let (tokens, in_flight) = (tokens.as_ref(), BTreeMap::new());
+        let mut step = StageStep { cx: self, passes, router, ranks, stage, tokens, first, trains, in_flight };
         for action in list {
             let done = match action {
-                Action::Up(i) => step.up(i, got, times),
-                Action::Down(i) => step.down(i, got, times),
+                Action::Forward(i) => step.forward(i, got, times),
+                Action::Backward(i) => step.backward(i, got, times),
                 Action::Above(passed) => step.exchange(true, passed, got),
                 Action::Below(passed) => step.exchange(false, passed, got),
             };
@@ -103,19 +103,19 @@ impl TrainContext<'_> {
 impl<'b> StageStep<'_, 'b, '_> {
     /// Index of this rank's micro-batch in a turn; `None` on a rank without rows.
     fn own(&self, turn: usize) -> Option<usize> {
-        let i = turn * self.ranks.at_once() + self.ranks.own();
+        let i = turn * self.ranks.data_parallel_size() + self.ranks.data_parallel_rank();
         (i < self.passes.batches.all.len()).then_some(i)
     }
 
     /// The flight of a turn, with this rank's part of its micro-batch before the forward pass; `None` on a rank without
     /// tokens.
-    fn flight(&mut self, turn: usize) -> ft_base::Result<Option<&mut Flight<'b>>> {
-        if let (false, Some(i)) = (self.flights.contains_key(&turn), self.own(turn)) {
+    fn flight(&mut self, turn: usize) -> ft_base::Result<Option<&mut InFlight<'b>>> {
+        if let (false, Some(i)) = (self.in_flight.contains_key(&turn), self.own(turn)) {
             let whole = Micro::collate(self.passes.input.data, self.passes.batches.all[i].0)?;
-            let micro = Some(OwnMicro::new(whole, self.tokens));
-            self.flights.insert(turn, Flight { micro, ..Flight::default() });
+            let micro = Some(LocalMicroBatch::new(whole, self.tokens));
+            self.in_flight.insert(turn, InFlight { micro, ..InFlight::default() });
         }
-        Ok(self.flights.get_mut(&turn).filter(|flight| flight.tokens().is_some()))
+        Ok(self.in_flight.get_mut(&turn).filter(|flight| flight.tokens().is_some()))
     }
 
     fn walk<'w>(&'w self, times: &'w mut Times) -> Walk<'w> {
@@ -137,10 +137,10 @@ impl<'b> StageStep<'_, 'b, '_> {
     }
 
     /// Forward pass of a turn's micro-batch, with the head on the last stage.
-    fn up(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let (cx, Passes { batches, sink, objective, .. }) = (self.cx, *self.passes);
+    fn forward(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
+        let (cx, Passes { batches, accum, objective, .. }) = (self.cx, *self.passes);
         self.flight(turn)?;
-        let mut flight = self.flights.remove(&turn).unwrap_or_default();
+        let mut flight = self.in_flight.remove(&turn).unwrap_or_default();
         let mut pass = self.begin()?;
         if let (Some(micro), Some(i)) = (flight.micro.take().filter(|m| !m.is_empty()), self.own(turn)) {
             let (config, random) = (&cx.model.decoder.config, (self.first[i], Some(self.random())));
@@ -148,9 +148,9 @@ impl<'b> StageStep<'_, 'b, '_> {
             let mut came = flight.x.take().unwrap_or_default().into_iter();
             let below = came.next();
             if below.is_some() {
-                self.stage.carried(false).arrive(pass.between(), came.collect())?;
+                self.stage.boundary(false).set_forward_tensors(pass.shared_state(), came.collect())?;
             }
-            let y = self.walk(times).up(&mut pass, &batch, below)?;
+            let y = self.walk(times).forward_layers(&mut pass, &batch, below)?;
             if cx.model.decoder.units.has_head() {
                 let mut unsaid = Tally::default();
                 let tally = if self.ranks.reports_loss() { &mut got.tally } else { &mut unsaid };
@@ -162,7 +162,7 @@ impl<'b> StageStep<'_, 'b, '_> {
                     walk = walk.objective(weigh);
                 }
                 let scale = batches.scale(objective) * cx.loss_factor();
-                let out = walk.head(&mut pass, &batch, y, (scale, sink))?;
+                let out = walk.head(&mut pass, &batch, y, (scale, accum))?;
                 flight.dy = out.dx.map(|dx| vec![dx]);
                 if objective.is_none() {
                     let weights = &micro.micro().weights;
@@ -171,26 +171,27 @@ impl<'b> StageStep<'_, 'b, '_> {
                 }
             } else {
                 let mut out = vec![y];
-                out.extend(self.stage.carried(true).up(pass.between())?);
+                out.extend(self.stage.boundary(true).forward_tensors(pass.shared_state())?);
                 flight.x = Some(out);
             }
             if self.router.any() {
                 let total = pass.routing.add_to(std::mem::take(&mut flight.total))?;
-                let all = batch.context.sharers.as_deref().filter(|_| cx.model.decoder.units.has_head());
+                let all =
+                    batch.context.micro_batch_group.as_deref().filter(|_| cx.model.decoder.units.has_head());
                 flight.total = total.over(all)?;
             }
             flight.batch = Some(batch);
         } else {
-            self.walk(times).serve(&mut pass, self.random(), sink)?;
+            self.walk(times).idle_pass(&mut pass, self.random(), accum)?;
         }
         flight.pass = Some(pass);
-        self.flights.insert(turn, flight);
+        self.in_flight.insert(turn, flight);
         Ok(())
     }
 
     /// Backward pass of a turn's micro-batch.
-    fn down(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let mut flight = self.flights.remove(&turn).unwrap_or_default();
+    fn backward(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
+        let mut flight = self.in_flight.remove(&turn).unwrap_or_default();
         let Some(mut pass) = flight.pass.take() else { return Ok(()) };
         match flight.batch.take() {
             Some(batch) => {
@@ -200,31 +201,36 @@ impl<'b> StageStep<'_, 'b, '_> {
                 let mut came = flight.dy.take().unwrap_or_default().into_iter();
                 if let Some(dy) = came.next() {
                     if !self.cx.model.decoder.units.has_head() {
-                        self.stage.carried(true).arrive_back(pass.between(), came.collect())?;
+                        self.stage
+                            .boundary(true)
+                            .set_backward_tensors(pass.shared_state(), came.collect())?;
                     }
-                    let below = self.walk(times).down(&mut pass, &batch, &dy, self.passes.sink)?;
-                    flight.dy =
-                        below.filter(|_| self.trains[1]).map(|dy| self.down_with(dy, &pass)).transpose()?;
+                    let below =
+                        self.walk(times).backward_layers(&mut pass, &batch, &dy, self.passes.accum)?;
+                    flight.dy = below
+                        .filter(|_| self.trains[1])
+                        .map(|dy| self.backward_with(dy, &pass))
+                        .transpose()?;
                 }
                 flight.tokens = Some(batch.rows());
                 got.routings.push(pass.routing);
             }
-            None => self.walk(times).serve(&mut pass, self.random(), self.passes.sink)?,
+            None => self.walk(times).idle_pass(&mut pass, self.random(), self.passes.accum)?,
         }
         self.passes.reduce.end()?;
-        self.flights.insert(turn, flight);
+        self.in_flight.insert(turn, flight);
         Ok(())
     }
 
     /// The gradient of hidden states, with those of what else came up.
-    fn down_with(&self, dy: Tensor, pass: &Pass<'_>) -> ft_base::Result<Vec<Tensor>> {
+    fn backward_with(&self, dy: Tensor, pass: &Pass<'_>) -> ft_base::Result<Vec<Tensor>> {
         let mut out = vec![dy];
-        out.extend(self.stage.carried(false).down(pass.between())?);
+        out.extend(self.stage.boundary(false).backward_tensors(pass.shared_state())?);
         Ok(out)
     }
 
     /// Exchanges hidden states and gradients of two micro-batches with the stage above or below.
-    fn exchange(&mut self, above: bool, passed: Passed, got: &mut Collected) -> ft_base::Result<()> {
+    fn exchange(&mut self, above: bool, passed: ExchangeMicros, got: &mut Collected) -> ft_base::Result<()> {
         let (mut leaves, mut comes) = if above { (passed.up, passed.down) } else { (passed.down, passed.up) };
         let trains = self.trains[usize::from(!above)];
         let (mut out, mut words, mut into) = (None, Vec::new(), None);
@@ -243,13 +249,13 @@ impl<'b> StageStep<'_, 'b, '_> {
                 None => comes = None,
             }
         }
-        let came = self.stage.exchange(above, Crossing { out, into })?;
+        let came = self.stage.exchange(above, StageExchange { out, into })?;
         let total = match self.router.any() && (leaves, comes) != (None, None) {
             true => Some(Total::of(&self.stage.words(above, &words)?)),
             false => None,
         };
         if let Some(turn) = comes {
-            let flight = self.flights.entry(turn).or_default();
+            let flight = self.in_flight.entry(turn).or_default();
             if let Some(total) = total {
                 flight.total = total;
             }
@@ -263,7 +269,7 @@ impl<'b> StageStep<'_, 'b, '_> {
         // gradients have left.
         let last =
             if self.goes_down() { passed.down.filter(|_| !above) } else { passed.up.filter(|_| above) };
-        if let Some(mut flight) = last.and_then(|turn| self.flights.remove(&turn)) {
+        if let Some(mut flight) = last.and_then(|turn| self.in_flight.remove(&turn)) {
             got.routings.extend(flight.pass.take().filter(|_| flight.batch.is_some()).map(|p| p.routing));
         }
         Ok(())

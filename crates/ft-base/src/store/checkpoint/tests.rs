@@ -22,7 +22,7 @@ fn weights(path: &Path) -> String {
 }
 
 #[test]
-fn saves_lists_and_keeps_the_newest() {
+fn checkpoints_are_saved_and_the_newest_are_kept() {
     let root = tempfile::tempdir().unwrap();
     let all = Checkpoints::open(&root.path().join("checkpoints")).unwrap();
     assert_eq!(all.newest_whole().unwrap(), None);

@@ -187,7 +187,7 @@ mod tests {
 
     /// The hash of the whole file is correct, for any mix of seen and unseen parts.
     #[test]
-    fn what_went_by_is_not_read_again() {
+    fn hashed_parts_of_a_file_are_not_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         for len in [1, BLOCK, BLOCK + 1, 5 * PIECE + 77, 8 * PIECE] {
@@ -236,7 +236,7 @@ mod tests {
 
     /// A file just written is not hashed again later, unless modified.
     #[test]
-    fn the_hash_of_what_was_written_is_known() {
+    fn the_hash_of_a_written_file_is_kept() {
         let dir = tempfile::tempdir().unwrap();
         let at = || Some(dir.path().to_path_buf());
         let path = dir.path().join("tokens");

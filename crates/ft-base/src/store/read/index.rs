@@ -72,7 +72,7 @@ mod tests {
         r#"{"metadata":{"total_size":9},"weight_map":{"a":"m-1.safetensors","b":"m-2.safetensors"}}"#;
 
     #[test]
-    fn mistakes_are_named() {
+    fn mistakes_in_an_index_are_named() {
         assert_eq!(parse(GOOD.as_bytes()).unwrap().len(), 2);
         let cases = [
             ("{}", "weight_map"),

@@ -189,7 +189,7 @@ mod tests {
     use crate::error::Failure;
 
     #[test]
-    fn replaces_whole_and_leaves_nothing_else() {
+    fn an_atomic_write_replaces_the_file_and_leaves_no_other() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/folder/file.json");
         write_atomic(&path, b"one").unwrap();
@@ -216,7 +216,7 @@ mod tests {
 
     /// A sweep does not remove files that are being written, by this process or another.
     #[test]
-    fn what_is_being_written_is_not_swept() {
+    fn files_being_written_are_not_swept() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(".ft-dead.tmp"), b"x").unwrap();
         let mut pending = AtomicFile::create(&dir.path().join("large"), None).unwrap();
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn sweeps_its_own_files_only() {
+    fn a_sweep_removes_temporary_files_of_ft_alone() {
         let dir = tempfile::tempdir().unwrap();
         for name in [".ft-x.tmp", ".ft-keep", "other.tmp"] {
             std::fs::write(dir.path().join(name), b"x").unwrap();

@@ -5,7 +5,7 @@
 //! .ft-NAME.tmp/       workspace next to it, while a process writes NAME
 //!              .lock  held by this process
 //!              new/   being filled; then synced to disk and renamed to NAME
-//!              keep   names of foreign files in the old NAME, to be moved into the new one
+//!              keep   names of foreign entries in the old NAME, to be moved into the new one
 //!              old/   the old NAME, on file systems without atomic exchange of folders
 //! ```
 //!
@@ -146,7 +146,8 @@ impl AtomicFolder {
     }
 
     /// Like [`AtomicFolder::commit`], but replaces an existing target. Moves files of the old folder with
-    /// `ours("name")` false, and subfolders with `ours("name/")` false, into the new one.
+    /// `ours("name")` false, and subfolders with `ours("name/")` false, into the new one; of other subfolders, entries
+    /// with `ours("folder/name")` false.
     ///
     /// # Errors
     /// [`Error::Write`]. The old folder is then unchanged.

@@ -16,7 +16,7 @@ fn fill(new: &AtomicFolder, text: &str) {
 }
 
 fn ours(name: &str) -> bool {
-    ["config.json", "weights", "shard", "templates/"].contains(&name)
+    ["config.json", "weights", "shard", "templates/", "templates/tool_use"].contains(&name)
 }
 
 /// The text of a complete folder; `None` if absent.
@@ -48,6 +48,9 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
     fs::write(target.join("shard"), "one").unwrap();
     fs::create_dir(target.join("templates")).unwrap();
     fs::write(target.join("templates/tool_use"), "one").unwrap();
+    fs::write(target.join("templates/mine"), "mine").unwrap();
+    fs::create_dir(target.join("templates/inner")).unwrap();
+    fs::write(target.join("templates/inner/tool_use"), "mine").unwrap();
     fs::write(target.join(".ft-x.tmp"), "half").unwrap();
     fs::write(target.join("notes.txt"), "mine").unwrap();
     fs::create_dir(target.join("folder")).unwrap();
@@ -64,8 +67,11 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
     assert_eq!(whole(&target).as_deref(), Some("one"), "the old one is there until the exchange");
     new.replace(&ours).unwrap();
     assert_eq!(whole(&target).as_deref(), Some("two"));
-    assert_eq!(names(&target), ["config.json", "folder", "link", "notes.txt", "weights"]);
-    assert_eq!(fs::read(target.join("folder/weights")).unwrap(), b"mine");
+    assert_eq!(names(&target), ["config.json", "folder", "link", "notes.txt", "templates", "weights"]);
+    assert_eq!(names(&target.join("templates")), ["inner", "mine"]);
+    for file in ["folder/weights", "templates/mine", "templates/inner/tool_use"] {
+        assert_eq!(fs::read(target.join(file)).unwrap(), b"mine");
+    }
     assert_eq!(names(target.parent().unwrap()), ["m"]);
 }
 
@@ -90,7 +96,7 @@ fn a_dropped_folder_leaves_nothing() {
 }
 
 #[test]
-fn the_second_is_refused_or_waits() {
+fn a_second_writer_of_a_folder_is_refused_or_waits() {
     let root = tempfile::tempdir().unwrap();
     let target = root.path().join("m");
     let first = AtomicFolder::begin(&target).unwrap();
@@ -138,7 +144,7 @@ fn a_path_resolves_while_its_folder_comes_and_goes() {
 
 /// Many concurrent writers: all of them finish, and the result is one of their folders.
 #[test]
-fn a_crowd_writes_one_folder() {
+fn concurrent_writers_leave_one_whole_folder() {
     let root = tempfile::tempdir().unwrap();
     let target = root.path().join("m");
     std::thread::scope(|s| {
@@ -159,7 +165,7 @@ fn a_crowd_writes_one_folder() {
 }
 
 #[test]
-fn paths_that_are_no_names_are_refused() {
+fn paths_without_a_name_are_refused() {
     let root = tempfile::tempdir().unwrap();
     for path in [Path::new("/"), Path::new("."), Path::new(".."), Path::new("src/..")] {
         let error = AtomicFolder::begin_named(path).unwrap_err();
@@ -208,6 +214,16 @@ fn links_are_followed_where_the_user_names_them_alone() {
     new.commit().unwrap();
     assert_eq!(names(&target), ["config.json", "weights"]);
     assert_eq!(names(&root.path().join("victim")), ["key"]);
+    // Neither does one with links inside of the folders.
+    fs::create_dir_all(workspace.join(OLD).join("inner")).unwrap();
+    fs::write(workspace.join(OLD).join("inner/mine"), "x").unwrap();
+    symlink("../../victim", workspace.join(OLD).join("link")).unwrap();
+    symlink("../victim", target.join("inner")).unwrap();
+    fs::write(workspace.join(KEEP), "link/key\0inner/mine\0inner/../inner/mine\0./inner\0/inner\0inner/\0")
+        .unwrap();
+    drop(AtomicFolder::begin(&target).unwrap());
+    assert_eq!(names(&target), ["config.json", "inner", "weights"]);
+    assert_eq!(names(&root.path().join("victim")), ["key"]);
     // The list may be a pipe without a writer.
     fs::create_dir(&workspace).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, workspace.join(KEEP), rustix::fs::Mode::RWXU).unwrap();
@@ -243,7 +259,10 @@ fn every_fault_point_leaves_a_whole_folder() {
                 let new = AtomicFolder::begin(&m).unwrap();
                 fill(&new, "one");
                 new.commit().unwrap();
-                fs::write(m.join("notes.txt"), "mine").unwrap();
+                fs::create_dir(m.join("templates")).unwrap();
+                for file in ["notes.txt", "templates/mine"] {
+                    fs::write(m.join(file), "mine").unwrap();
+                }
                 let mut child = Command::new(std::env::current_exe().unwrap());
                 child.args(["store::write::folder::tests::fault_child", "--exact", "--ignored"]);
                 child.env("FT_FAULT", format!("{point}:{hit}")).env("FT_FAULT_DIR", root.path());
@@ -265,7 +284,9 @@ fn every_fault_point_leaves_a_whole_folder() {
                 // The next start of any writer in this parent.
                 drop(AtomicFolder::begin(&root.path().join("other")).unwrap());
                 assert!(whole(&m).is_some(), "{at}");
-                assert_eq!(fs::read(m.join("notes.txt")).unwrap(), b"mine", "{at}");
+                for file in ["notes.txt", "templates/mine"] {
+                    assert_eq!(fs::read(m.join(file)).unwrap(), b"mine", "{at}");
+                }
                 let left = names(root.path());
                 assert!(left.iter().all(|n| n == "m" || n == "n"), "{at}: left {left:?}");
                 // The next start of a writer of this folder.
@@ -273,7 +294,7 @@ fn every_fault_point_leaves_a_whole_folder() {
                 fill(&new, "four");
                 new.replace(&ours).unwrap();
                 assert_eq!(whole(&m).as_deref(), Some("four"), "{at}");
-                assert_eq!(names(&m), ["config.json", "notes.txt", "weights"], "{at}");
+                assert_eq!(names(&m), ["config.json", "notes.txt", "templates", "weights"], "{at}");
             }
         }
     }

@@ -72,7 +72,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     #[test]
-    fn the_second_is_refused_until_the_first_is_gone() {
+    fn a_second_lock_is_refused_until_the_first_is_dropped() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("runs/a");
         let first = RunLock::take(&dir).unwrap();
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_created_for_a_lock_goes_with_it_unless_it_is_used() {
+    fn folders_created_for_a_lock_are_removed_unless_used() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("runs/a");
         drop(RunLock::take(&dir).unwrap());
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn sweeps_the_run_folder_and_its_subfolders() {
+    fn a_run_lock_sweeps_the_run_folder_and_its_subfolders() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join("model")).unwrap();
         let stale = [root.path().join(".ft-a.tmp"), root.path().join("model/.ft-b.tmp")];

@@ -48,25 +48,13 @@ impl Workspace {
         self.dir.join(OLD)
     }
 
-    /// Lists the entries of `target` to be moved into the new folder in `keep`, before any change: all but
-    /// unfinished files and those for which `ours` is true. Names of folders end in `/` there.
+    /// Lists the entries of `target` to be moved into the new folder in `keep`, before any change; see
+    /// [`list_foreign`].
     pub(super) fn keep(&self, target: &Path, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
-        let fail = |e| Error::write("list", target, None, e);
-        let is_folder = target.symlink_metadata().map_err(fail)?.is_dir();
         let mut names = BTreeSet::new();
         // If `target` is a link, only the link is replaced, and the contents stay in place.
-        let entries = is_folder.then(|| std::fs::read_dir(target)).transpose().map_err(fail)?;
-        for entry in entries.into_iter().flatten() {
-            let entry = entry.map_err(fail)?;
-            let (name, kind) = (entry.file_name(), entry.file_type().map_err(fail)?);
-            let is_ours = if kind.is_dir() {
-                name.to_str().is_some_and(|name| ours(&format!("{name}/")))
-            } else {
-                is_workspace(&name) || name.to_str().is_some_and(ours)
-            };
-            if !is_ours {
-                names.insert(name);
-            }
+        if target.symlink_metadata().map_err(|e| Error::write("list", target, None, e))?.is_dir() {
+            list_foreign(target, OsStr::new(""), ours, &mut names)?;
         }
         if names.is_empty() {
             return Ok(());
@@ -88,21 +76,17 @@ impl Workspace {
             sync_folder(folder_of(target))?;
         }
         for left in [old, self.draft()] {
-            // Depending on the progress of the exchange, the listed files are in `old` or in `new`. Only
-            // plain file names are accepted, from a folder that is not a link, since a malicious user
-            // may have prepared the workspace.
-            let plain = |n: &&[u8]| !n.is_empty() && !n.contains(&b'/') && *n != b"." && *n != b"..";
-            let mut moved = false;
-            for name in names.split(|b| *b == 0).filter(plain).filter(|_| is_folder(&left)) {
-                let name = OsString::from_vec(name.to_vec());
-                let (from, to) = (left.join(&name), target.join(&name));
-                if exists(&from) && is_folder(target) && !exists(&to) {
-                    rename(&from, &to)?;
-                    moved = true;
+            // Depending on the progress of the exchange, the listed files are in `old` or in `new`.
+            let mut changed = BTreeSet::new();
+            for name in names.split(|b| *b == 0) {
+                if let Some(folder) = move_over(&left, target, name)? {
+                    changed.extend([folder, target.to_path_buf()]);
                 }
             }
-            if moved {
-                sync_folder(target)?;
+            for folder in &changed {
+                sync_folder(folder)?;
+            }
+            if !changed.is_empty() {
                 fault!("folder.moved_over");
             }
             remove_all(&left)?;
@@ -128,6 +112,60 @@ impl Drop for Workspace {
     fn drop(&mut self) {
         self.remove();
     }
+}
+
+/// Lists the entries of a folder except unfinished files and those for which `ours` is true, which is asked with a `/`
+/// after the name of a folder. Of a folder of ours, entries that are not ours are listed as `folder/name`.
+fn list_foreign(
+    dir: &Path,
+    prefix: &OsStr,
+    ours: &dyn Fn(&str) -> bool,
+    names: &mut BTreeSet<OsString>,
+) -> Result<(), Error> {
+    let fail = |e| Error::write("list", dir, None, e);
+    for entry in std::fs::read_dir(dir).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let mut name = prefix.to_os_string();
+        name.push(entry.file_name());
+        if !entry.file_type().map_err(fail)?.is_dir() {
+            if !is_workspace(&entry.file_name()) && !name.to_str().is_some_and(ours) {
+                names.insert(name);
+            }
+            continue;
+        }
+        let mut folder = name.clone();
+        folder.push("/");
+        if prefix.is_empty() && folder.to_str().is_some_and(ours) {
+            list_foreign(&entry.path(), &folder, ours, names)?;
+        } else {
+            names.insert(name);
+        }
+    }
+    Ok(())
+}
+
+/// Moves a listed entry, `name` or `folder/name`, from a folder to `target`, unless `target` has such an entry. Returns
+/// the changed folder. Only plain names are accepted, in folders that are not links, since a malicious user may have
+/// prepared the workspace.
+fn move_over(left: &Path, target: &Path, name: &[u8]) -> Result<Option<PathBuf>, Error> {
+    let plain = |n: &[u8]| !n.is_empty() && n != b"." && n != b"..";
+    let parts = || name.split(|b| *b == b'/');
+    let (from, to) = (left.join(OsStr::from_bytes(name)), target.join(OsStr::from_bytes(name)));
+    let (source, folder) = (folder_of(&from), folder_of(&to));
+    if !parts().all(plain) || parts().count() > 2 || ![left, source, target].into_iter().all(is_folder) {
+        return Ok(None);
+    }
+    if !exists(&from) || exists(&to) {
+        return Ok(None);
+    }
+    if !exists(folder) {
+        std::fs::create_dir(folder).map_err(|e| Error::write("create", folder, None, e))?;
+    }
+    if !is_folder(folder) {
+        return Ok(None);
+    }
+    rename(&from, &to)?;
+    Ok(Some(folder.to_path_buf()))
 }
 
 /// Whether a name is used for unfinished files and folders.

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_read_to_their_end() {
+    fn page_headers_are_read_to_their_end() {
         // type 0; unpacked 300; packed 20; a data page header of one value; the end
         let bytes = [0x15, 0, 0x15, 0xD8, 0x04, 0x15, 0x28, 0x2C, 0x15, 0x02, 0x00, 0x00, 0xFF];
         assert_eq!(parsed(&bytes), Some(Header { bytes: 12, unpacked: 300, packed: 20, values: 1 }));

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// Accepted values of a key, besides `null`.
 #[derive(Clone, Copy)]
-enum Says {
+enum Accepted {
     /// Interpreted by [`PeftConfig::parse`].
     Read,
     /// Any string; no effect on the numbers.
@@ -41,46 +41,46 @@ enum Says {
 }
 
 /// All keys of PEFT's `LoraConfig`.
-const KEYS: &[(&str, Says)] = &[
-    ("alora_invocation_tokens", Says::Null),
-    ("alpha_pattern", Says::Read),
-    ("arrow_config", Says::Null),
-    ("auto_mapping", Says::Object),
-    ("base_model_name_or_path", Says::Text),
-    ("bias", Says::Word(&["none"])),
+const KEYS: &[(&str, Accepted)] = &[
+    ("alora_invocation_tokens", Accepted::Null),
+    ("alpha_pattern", Accepted::Read),
+    ("arrow_config", Accepted::Null),
+    ("auto_mapping", Accepted::Object),
+    ("base_model_name_or_path", Accepted::Text),
+    ("bias", Accepted::Word(&["none"])),
     // PEFT reads the next four configs only under the init_lora_weights of the same name.
-    ("corda_config", Says::Object),
-    ("eva_config", Says::Object),
-    ("loftq_config", Says::Object),
-    ("lora_ga_config", Says::Object),
-    ("ensure_weight_tying", Says::Read),
-    ("exclude_modules", Says::Read),
-    ("fan_in_fan_out", Says::False),
-    ("inference_mode", Says::Flag),
-    ("init_lora_weights", Says::Read),
-    ("kasa_config", Says::Null),
-    ("layer_replication", Says::Empty),
-    ("layers_pattern", Says::Read),
-    ("layers_to_transform", Says::Read),
-    ("lora_alpha", Says::Read),
-    ("lora_bias", Says::False),
-    ("lora_dropout", Says::Read),
-    ("megatron_config", Says::Empty),
-    ("megatron_core", Says::Text),
-    ("modules_to_save", Says::Read),
-    ("monteclora_config", Says::Null),
-    ("peft_type", Says::Read),
-    ("peft_version", Says::Text),
-    ("qalora_group_size", Says::Count),
-    ("r", Says::Read),
-    ("rank_pattern", Says::Read),
-    ("revision", Says::Text),
-    ("runtime_config", Says::Object),
-    ("target_modules", Says::Read),
-    ("target_parameters", Says::Read),
+    ("corda_config", Accepted::Object),
+    ("eva_config", Accepted::Object),
+    ("loftq_config", Accepted::Object),
+    ("lora_ga_config", Accepted::Object),
+    ("ensure_weight_tying", Accepted::Read),
+    ("exclude_modules", Accepted::Read),
+    ("fan_in_fan_out", Accepted::False),
+    ("inference_mode", Accepted::Flag),
+    ("init_lora_weights", Accepted::Read),
+    ("kasa_config", Accepted::Null),
+    ("layer_replication", Accepted::Empty),
+    ("layers_pattern", Accepted::Read),
+    ("layers_to_transform", Accepted::Read),
+    ("lora_alpha", Accepted::Read),
+    ("lora_bias", Accepted::False),
+    ("lora_dropout", Accepted::Read),
+    ("megatron_config", Accepted::Empty),
+    ("megatron_core", Accepted::Text),
+    ("modules_to_save", Accepted::Read),
+    ("monteclora_config", Accepted::Null),
+    ("peft_type", Accepted::Read),
+    ("peft_version", Accepted::Text),
+    ("qalora_group_size", Accepted::Count),
+    ("r", Accepted::Read),
+    ("rank_pattern", Accepted::Read),
+    ("revision", Accepted::Text),
+    ("runtime_config", Accepted::Object),
+    ("target_modules", Accepted::Read),
+    ("target_parameters", Accepted::Read),
     (
         "task_type",
-        Says::Word(&[
+        Accepted::Word(&[
             "CAUSAL_LM",
             "SEQ_CLS",
             "SEQ_2_SEQ_LM",
@@ -89,12 +89,12 @@ const KEYS: &[(&str, Says)] = &[
             "FEATURE_EXTRACTION",
         ]),
     ),
-    ("trainable_token_indices", Says::Read),
-    ("use_bdlora", Says::Null),
-    ("use_dora", Says::Read),
-    ("use_qalora", Says::False),
-    ("use_rslora", Says::Read),
-    ("velora_config", Says::Null),
+    ("trainable_token_indices", Accepted::Read),
+    ("use_bdlora", Accepted::Null),
+    ("use_dora", Accepted::Read),
+    ("use_qalora", Accepted::False),
+    ("use_rslora", Accepted::Read),
+    ("velora_config", Accepted::Null),
 ];
 
 /// Hint for adapters unsupported by `ft`.
@@ -276,26 +276,26 @@ impl<'a> Keys<'a> {
             return if off { Ok(()) } else { Err(self.bad(key, why)) };
         };
         let fits = match (says, v) {
-            (Says::Read, _) | (_, Value::Null) => true,
-            (Says::Text, v) => v.is_string(),
-            (Says::Flag, v) => v.is_boolean(),
-            (Says::Count, v) => v.is_u64(),
-            (Says::Object, v) => v.is_object(),
-            (Says::Word(words), v) => v.as_str().is_some_and(|w| words.contains(&w)),
-            (Says::False, v) => *v == Value::Bool(false),
-            (Says::Empty, Value::Array(l)) => l.is_empty(),
-            (Says::Empty, Value::Object(m)) => m.is_empty(),
-            (Says::Empty | Says::Null, _) => false,
+            (Accepted::Read, _) | (_, Value::Null) => true,
+            (Accepted::Text, v) => v.is_string(),
+            (Accepted::Flag, v) => v.is_boolean(),
+            (Accepted::Count, v) => v.is_u64(),
+            (Accepted::Object, v) => v.is_object(),
+            (Accepted::Word(words), v) => v.as_str().is_some_and(|w| words.contains(&w)),
+            (Accepted::False, v) => *v == Value::Bool(false),
+            (Accepted::Empty, Value::Array(l)) => l.is_empty(),
+            (Accepted::Empty, Value::Object(m)) => m.is_empty(),
+            (Accepted::Empty | Accepted::Null, _) => false,
         };
         if fits {
             return Ok(());
         }
         let what = match says {
-            Says::Text => "a text".to_string(),
-            Says::Flag => "true or false".into(),
-            Says::Count => "a whole number".into(),
-            Says::Object => "an object".into(),
-            Says::Word(words) if words.len() > 1 => format!("one of {}", words.join(", ")),
+            Accepted::Text => "a text".to_string(),
+            Accepted::Flag => "true or false".into(),
+            Accepted::Count => "a whole number".into(),
+            Accepted::Object => "an object".into(),
+            Accepted::Word(words) if words.len() > 1 => format!("one of {}", words.join(", ")),
             _ => {
                 let why = format!("{}; it changes the numbers and is not built\n  hint: {MERGE}", short(v));
                 return Err(self.bad(key, why));

@@ -3,7 +3,7 @@
 mod adapter;
 mod config;
 mod format;
-mod joined;
+mod fused;
 mod save;
 mod selection;
 mod write;

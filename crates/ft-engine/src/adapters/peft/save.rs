@@ -1,7 +1,7 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, current, metadata};
-use super::joined::Joined;
+use super::fused::FusedTensors;
 use super::write::{DROPOUT, config_json};
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
@@ -30,7 +30,7 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    let (mut tensors, mut fused) = (Vec::new(), Joined::default());
+    let (mut tensors, mut fused) = (Vec::new(), FusedTensors::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
         if let Some(place) = &t.fused {

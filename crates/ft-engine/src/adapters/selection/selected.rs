@@ -23,7 +23,7 @@ pub struct Selection {
     pub tied: bool,
     /// Tokens with trained rows, if any.
     pub tokens: Tokens,
-    /// Warnings about ranges of layers or experts beyond the model.
+    /// Warnings about rules: ranges of layers or experts beyond the model, rows that get no gradient.
     pub notes: Vec<String>,
 }
 

@@ -5,7 +5,7 @@ use super::selected::Selection;
 use super::tokens::{Named, has_rows, trains_twice};
 use crate::adapters::Error;
 use crate::model::Config;
-use crate::model::modules::Group;
+use crate::model::modules::{Group, Module};
 use ft_data::Tokenizer;
 use ft_recipe::{Rule, Token};
 use std::collections::HashMap;
@@ -47,7 +47,7 @@ impl Selection {
         Ok(())
     }
 
-    /// Looks up the tokens named by a rule.
+    /// Looks up the tokens named by a rule. The padding token in an untied embedding is a warning in `notes`.
     ///
     /// # Errors
     /// An unknown token, or one without a row in the embedding.
@@ -85,6 +85,16 @@ impl Selection {
                 return Err(named.fail(why));
             }
             ids.push(id);
+        }
+        let in_table =
+            |(m, c): &(Module, Choice)| m.group == Group::Embedding && matches!(c, Choice::Rows { .. });
+        let alone = !self.tied && self.modules.iter().any(in_table);
+        if let Some(token) = config.pad.filter(|_| alone).and_then(|pad| seen.get(&pad)) {
+            let note = named.fail(format!(
+                "tokens: {token} is the padding token, and its row of the embedding gets no gradient\n  hint: leave it \
+                 out, or set pad_token_id to another token in model.override"
+            ));
+            self.notes.push(note.to_string());
         }
         let ids = Arc::new(ids);
         let rows = self.modules.iter().filter(|(_, c)| matches!(c, Choice::Rows { .. }));

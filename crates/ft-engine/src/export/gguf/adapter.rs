@@ -7,7 +7,7 @@
 use super::changes::Change;
 use super::entries::{Entry, Keys, file_type};
 use super::error::{Error, refuse};
-use super::names::{Placed, architecture, place};
+use super::names::{MappedTensor, architecture, map_tensors};
 use crate::adapters::{Adapter, Choice, Part, Selection, Trained, peft};
 use crate::files::{GgufValue, write_gguf};
 use crate::model::Config;
@@ -21,7 +21,7 @@ const MERGE: &str = "hint: ft merge, then ft export of the merged model";
 
 /// Source of a pair: target tensor and rank in the file.
 struct Pair<'a> {
-    placed: &'a Placed,
+    mapped: &'a MappedTensor,
     rank: usize,
 }
 
@@ -40,23 +40,23 @@ pub fn write_adapter(
     adapter.check_against(selection, &trained)?;
     check(config, selection)?;
     let source = Source::new(adapter, selection, &trained);
-    let all = place(config)?;
+    let all = map_tensors(config)?;
     let (mut entries, mut pairs): (Vec<Entry>, _) = (Vec::new(), HashMap::new());
-    for placed in &all {
-        let ranks = placed.modules.iter().filter_map(|m| source.spec(m)).map(|s| s.rank);
+    for mapped in &all {
+        let ranks = mapped.modules.iter().filter_map(|m| source.spec(m)).map(|s| s.rank);
         let Some(rank) = ranks.max() else { continue };
-        let [first, second] = match placed.shape(placed.modules[0].weight_shape())[..] {
+        let [first, second] = match mapped.shape(mapped.modules[0].weight_shape())[..] {
             // llama.cpp stores A of the embedding transposed, for row lookup.
-            [v, d] if placed.name == "token_embd" => [vec![v, rank], vec![d, rank]],
+            [v, d] if mapped.name == "token_embd" => [vec![v, rank], vec![d, rank]],
             [o, i] => [vec![rank, i], vec![o, rank]],
-            _ => return Ok(refuse(&placed.modules[0].name, "LoRA on what is no matrix")?),
+            _ => return Ok(refuse(&mapped.modules[0].name, "LoRA on what is no matrix")?),
         };
-        let stacked = placed.modules[0].expert.is_some();
+        let stacked = mapped.modules[0].expert.is_some();
         for (half, shape) in [("lora_a", first), ("lora_b", second)] {
-            let shape = if stacked { [vec![placed.modules.len()], shape].concat() } else { shape };
-            let name = format!("{}.{half}", placed.full_name(false));
+            let shape = if stacked { [vec![mapped.modules.len()], shape].concat() } else { shape };
+            let name = format!("{}.{half}", mapped.full_name(false));
             entries.push((name.clone(), dtype, shape));
-            pairs.insert(name, Pair { placed, rank });
+            pairs.insert(name, Pair { mapped, rank });
         }
     }
     let keys: Keys = vec![
@@ -115,8 +115,8 @@ impl<'a> Source<'a> {
             Some(spec) => self.half(pair, m, &spec, part),
             None => zeros(pair, m, part),
         };
-        let parts: Vec<Tensor> = pair.placed.modules.iter().map(module).collect::<ft_base::Result<_>>()?;
-        Ok(match pair.placed.modules[0].expert {
+        let parts: Vec<Tensor> = pair.mapped.modules.iter().map(module).collect::<ft_base::Result<_>>()?;
+        Ok(match pair.mapped.modules[0].expert {
             None => parts[0].clone(),
             Some(_) => Tensor::stack(&parts, 0)?,
         })
@@ -131,18 +131,18 @@ impl<'a> Source<'a> {
         };
         let missing = pair.rank - spec.rank;
         if part == Part::A {
-            let value = changed(&value.pad_with_zeros(0, 0, missing)?, pair.placed, part)?;
+            let value = changed(&value.pad_with_zeros(0, 0, missing)?, pair.mapped, part)?;
             return Ok(if m.group == Group::Embedding { value.t()?.contiguous()? } else { value });
         }
         let more = peft::scale(spec) * pair.rank as f64 / self.alpha;
         let value = if (more - 1.0).abs() < 1e-12 { value } else { (value * more)? };
-        Ok(changed(&value.pad_with_zeros(1, 0, missing)?, pair.placed, part)?)
+        Ok(changed(&value.pad_with_zeros(1, 0, missing)?, pair.mapped, part)?)
     }
 }
 
 /// A or B with the changes of the tensor: those of rows on B, those of columns on A.
-fn changed(t: &Tensor, placed: &Placed, part: Part) -> candle_core::Result<Tensor> {
-    let mut own = placed.changes.iter().filter(|c| match c {
+fn changed(t: &Tensor, mapped: &MappedTensor, part: Part) -> candle_core::Result<Tensor> {
+    let mut own = mapped.changes.iter().filter(|c| match c {
         Change::Columns(_) => part == Part::A,
         _ => part == Part::B,
     });
@@ -168,7 +168,7 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
 }
 
 fn zeros(pair: &Pair<'_>, m: &Module, part: Part) -> ft_base::Result<Tensor> {
-    let [o, i] = pair.placed.shape(m.weight_shape())[..] else {
+    let [o, i] = pair.mapped.shape(m.weight_shape())[..] else {
         return Ok(refuse(&m.name, "LoRA on what is no matrix")?);
     };
     let shape = if part == Part::A { (pair.rank, i) } else { (o, pair.rank) };

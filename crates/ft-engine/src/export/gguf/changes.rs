@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_in_llama_cpps_order() -> Result<()> {
+    fn rows_are_permuted_to_llama_cpps_order() -> Result<()> {
         assert_eq!(neighbors(8, 2), Change::Rows(vec![0, 2, 1, 3, 4, 6, 5, 7]));
         assert_eq!(alternate(6, 1), Change::Rows(vec![1, 3, 5]));
         // two key heads with two value heads of one row each, behind two rows of others

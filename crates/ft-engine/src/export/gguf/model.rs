@@ -2,7 +2,7 @@
 
 use super::entries::{Entry, Keys, MXFP4, file_type};
 use super::error::{Error, refuse};
-use super::names::{Placed, architecture, place};
+use super::names::{MappedTensor, architecture, map_tensors};
 use super::{keys, mxfp4, tokenizer};
 use crate::files::{GgufValue, write_gguf};
 use crate::load::Base;
@@ -15,7 +15,7 @@ use std::path::Path;
 
 /// Source of a tensor of the file.
 struct Source<'a> {
-    placed: &'a Placed,
+    mapped: &'a MappedTensor,
     bias: bool,
     dtype: DType,
 }
@@ -37,7 +37,7 @@ pub fn write_model(
 ) -> ft_base::Result<()> {
     base.check()?;
     let config = &base.config;
-    let placed = place(config)?;
+    let mapped = map_tensors(config)?;
     let (of_config, divisors) = keys::of_config(config)?;
     let architecture = architecture(config)?;
     let (title, of_tokenizer) = tokenizer::keys(dir, config, (name, pre))?;
@@ -59,7 +59,7 @@ pub fn write_model(
         ));
     }
 
-    let (mut entries, sources) = tensors(base, &placed, dtype);
+    let (mut entries, sources) = tensors(base, &mapped, dtype);
     entries.extend(divisors.iter().map(|(name, all)| ((*name).into(), DType::F32, vec![all.len()])));
     let mut books = CodeTables::new(&Device::Cpu)?;
     write_gguf(path, &all, &entries, |name| {
@@ -76,12 +76,16 @@ pub fn write_model(
 }
 
 /// Entries of the tensors of the file, and their sources by name.
-fn tensors<'a>(base: &Base, placed: &'a [Placed], dtype: DType) -> (Vec<Entry>, HashMap<String, Source<'a>>) {
+fn tensors<'a>(
+    base: &Base,
+    mapped: &'a [MappedTensor],
+    dtype: DType,
+) -> (Vec<Entry>, HashMap<String, Source<'a>>) {
     let mut entries: Vec<Entry> = Vec::new();
     let mut sources = HashMap::new();
     let lacks =
         |m: &Module| m.is_constant() && base.files().is_none_or(|f| f.info(&m.weight_name()).is_none());
-    for p in placed {
+    for p in mapped {
         let Some(first) = p.modules.first().filter(|m| !lacks(m)) else { continue };
         let stacked = |shape: Vec<usize>| match p.modules.len() {
             1 if first.expert.is_none() => shape,
@@ -97,10 +101,10 @@ fn tensors<'a>(base: &Base, placed: &'a [Placed], dtype: DType) -> (Vec<Entry>, 
             shape.iter_mut().skip(1).for_each(|n| *n = *n / MXFP4_BLOCK * mxfp4::BYTES);
         }
         entries.push((p.full_name(false), of, stacked(shape)));
-        sources.insert(p.full_name(false), Source { placed: p, bias: false, dtype: of });
+        sources.insert(p.full_name(false), Source { mapped: p, bias: false, dtype: of });
         if let Some(n) = first.bias() {
             entries.push((p.full_name(true), DType::F32, stacked(p.shape(vec![n]))));
-            sources.insert(p.full_name(true), Source { placed: p, bias: true, dtype: DType::F32 });
+            sources.insert(p.full_name(true), Source { mapped: p, bias: true, dtype: DType::F32 });
         }
     }
     (entries, sources)
@@ -108,16 +112,16 @@ fn tensors<'a>(base: &Base, placed: &'a [Placed], dtype: DType) -> (Vec<Entry>, 
 
 fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {
     let parts: Vec<Tensor> = source
-        .placed
+        .mapped
         .modules
         .iter()
         .map(|m| match base.files() {
-            Some(files) if source.dtype == MXFP4 => mxfp4::blocks(files, m, &source.placed.changes),
-            _ => Ok(source.placed.changed(&read(base, m, source, books)?)?),
+            Some(files) if source.dtype == MXFP4 => mxfp4::blocks(files, m, &source.mapped.changes),
+            _ => Ok(source.mapped.changed(&read(base, m, source, books)?)?),
         })
         .collect::<ft_base::Result<_>>()?;
     match &parts[..] {
-        [one] if source.placed.modules[0].expert.is_none() => Ok(one.clone()),
+        [one] if source.mapped.modules[0].expert.is_none() => Ok(one.clone()),
         all => Ok(Tensor::stack(all, 0)?),
     }
 }

@@ -6,7 +6,7 @@ use crate::model::Config;
 use crate::model::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree};
 
 /// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
-pub(super) struct Placed {
+pub(super) struct MappedTensor {
     /// Name, without the last part.
     pub name: String,
     /// Last part of the name: `weight`, another one, or none.
@@ -19,7 +19,7 @@ pub(super) struct Placed {
     pub changes: Vec<Change>,
 }
 
-impl Placed {
+impl MappedTensor {
     /// Name in the file, of weight or bias.
     pub fn full_name(&self, bias: bool) -> String {
         match if bias { "bias" } else { self.last } {
@@ -74,39 +74,39 @@ fn pairs_neighbors(architecture: &str) -> bool {
     matches!(architecture, "llama" | "smollm3")
 }
 
-/// Tensors placed so far.
-struct Places<'a> {
+/// Tensors named so far.
+struct TensorNameMap<'a> {
     config: &'a Config,
     arch: &'static str,
-    out: Vec<Placed>,
+    out: Vec<MappedTensor>,
 }
 
 /// All tensors of a model. A tied head is omitted.
 ///
 /// # Errors
 /// As [`architecture`].
-pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
-    let mut places = Places { config, arch: architecture(config)?, out: Vec::new() };
+pub(super) fn map_tensors(config: &Config) -> Result<Vec<MappedTensor>, Error> {
+    let mut map = TensorNameMap { config, arch: architecture(config)?, out: Vec::new() };
     let tree = Tree::of(config);
-    places.one("token_embd", tree.embedding, Vec::new());
+    map.one("token_embd", tree.embedding, Vec::new());
     if let Some([table, projection, norm]) = tree.per_layer {
-        places.one("per_layer_token_embd", table, Vec::new());
-        places.one("per_layer_model_proj", projection, Vec::new());
-        places.one("per_layer_proj_norm", norm, Vec::new());
+        map.one("per_layer_token_embd", table, Vec::new());
+        map.one("per_layer_model_proj", projection, Vec::new());
+        map.one("per_layer_proj_norm", norm, Vec::new());
     }
-    tree.layers.into_iter().enumerate().for_each(|(l, layer)| places.layer(l, layer));
-    places.one("output_norm", tree.norm, Vec::new());
+    tree.layers.into_iter().enumerate().for_each(|(l, layer)| map.layer(l, layer));
+    map.one("output_norm", tree.norm, Vec::new());
     if !config.tied {
-        places.one("output", tree.head, Vec::new());
+        map.one("output", tree.head, Vec::new());
     }
-    Ok(places.out)
+    Ok(map.out)
 }
 
-impl Places<'_> {
+impl TensorNameMap<'_> {
     fn put(&mut self, (name, last): (String, &'static str), modules: Vec<Module>, changes: Vec<Change>) {
         let vector = |m: &Module| !matches!(m.kind, Kind::Linear { .. } | Kind::Embedding { .. });
         let in_f32 = modules.iter().all(vector) || name.contains("ffn_gate_inp");
-        self.out.push(Placed { name, last, modules, in_f32, changes });
+        self.out.push(MappedTensor { name, last, modules, in_f32, changes });
     }
 
     fn one(&mut self, name: &str, module: Module, changes: Vec<Change>) {

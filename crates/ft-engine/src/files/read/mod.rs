@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
-pub use views::Cut;
+pub use views::SplitTensor;
 
 use super::mxfp4::{self, MXFP4_BLOCK};
 use super::{Error, convert, header};
@@ -83,8 +83,8 @@ pub struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
-    /// Tensors replaced by [`TensorFiles::cut`].
-    cuts: Vec<Cut>,
+    /// Tensors replaced by [`TensorFiles::split`].
+    splits: Vec<SplitTensor>,
     /// Scales of 8-bit tensors: see [`TensorFiles::scale`].
     scales: BTreeMap<String, Scale>,
     /// Blocks and scales of tensors read from MXFP4: see [`TensorFiles::decode`].
@@ -180,7 +180,7 @@ impl TensorFiles {
             files: Vec::new(),
             tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
-            cuts: Vec::new(),
+            splits: Vec::new(),
             scales: BTreeMap::new(),
             decoded: BTreeMap::new(),
             passing: OnceLock::new(),

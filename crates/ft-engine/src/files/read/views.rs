@@ -7,7 +7,7 @@ use safetensors::Dtype;
 
 /// A tensor of the file that is read as parts.
 #[derive(Clone, Debug)]
-pub struct Cut {
+pub struct SplitTensor {
     /// Name in the file.
     pub name: String,
     /// Shape in the file.
@@ -24,14 +24,14 @@ impl TensorFiles {
     ///
     /// # Errors
     /// [`Error::NoTensor`]; [`Error::Rows`] for elements out of range.
-    pub fn cut(
+    pub fn split(
         &mut self,
         name: &str,
         parts: impl IntoIterator<Item = (String, usize, Vec<usize>)>,
     ) -> Result<(), Error> {
         let whole = self.get(name)?.clone();
         let bits = whole.dtype.bitsize();
-        let mut cut = Vec::new();
+        let mut split = Vec::new();
         for (part, start, shape) in parts {
             let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
             let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= whole.elements());
@@ -39,12 +39,12 @@ impl TensorFiles {
                 return Err(whole.outside(name, start, end.unwrap_or(usize::MAX)));
             };
             let at = |element: usize| whole.place.start + (element * (bits / 8)) as u64;
-            cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
+            split.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
         }
         self.tensors.remove(name);
-        let parts = cut.iter().map(|(part, _)| part.clone()).collect();
-        self.cuts.push(Cut { name: name.to_string(), shape: whole.shape, parts });
-        self.tensors.extend(cut);
+        let parts = split.iter().map(|(part, _)| part.clone()).collect();
+        self.splits.push(SplitTensor { name: name.to_string(), shape: whole.shape, parts });
+        self.tensors.extend(split);
         Ok(())
     }
 
@@ -109,7 +109,7 @@ impl TensorFiles {
     }
 
     /// Tensors of the files that are read as parts.
-    pub fn cuts(&self) -> &[Cut] {
-        &self.cuts
+    pub fn splits(&self) -> &[SplitTensor] {
+        &self.splits
     }
 }

@@ -2,8 +2,14 @@
 //! its class in `defaults/classes.json`.
 
 use super::layers::by_layer;
-use super::rope::PARTIAL;
 use ft_kernels::swiglu::Joint;
+
+/// Key of the share of a head's channels that rotate.
+pub(super) const PARTIAL: &str = "partial_rotary_factor";
+/// Key of the base in sliding layers, at the top level.
+pub(super) const LOCAL: &str = "rope_local_base_freq";
+/// Key of the distance between layers with full attention.
+pub(super) const PATTERN: &str = "sliding_window_pattern";
 
 /// How a family decides on a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +38,8 @@ pub enum Window {
     EvenBelow,
     /// With `use_sliding_window`: as listed in `layer_types`, else the layers without positions.
     WithoutPositions,
-    /// As listed in `layer_types`, else all layers but each `sliding_window_pattern`-th, by default this one.
+    /// As listed in `layer_types`, else all layers but each of this number; of `sliding_window_pattern`, if the family
+    /// reads it.
     Pattern(usize),
 }
 
@@ -215,7 +222,7 @@ pub struct Family {
     pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`, in the class of the text model and in that of a vision checkpoint.
     pub default_tied: bool,
-    /// Keys that other families must not have, and this one reads.
+    /// Keys that this family reads; in others they are refused or have no effect.
     pub reads: &'static [&'static str],
     /// Whether norms multiply by `1 + w`, with w the stored weight.
     pub plus_one: bool,
@@ -450,7 +457,7 @@ pub const FAMILIES: &[Family] = &[
         window: Window::Pattern(6),
         two_ropes: true,
         default_tied: true,
-        reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
+        reads: &["query_pre_attn_scalar", "final_logit_softcapping", LOCAL, PATTERN],
         ..DENSE
     },
     Family {

@@ -14,12 +14,14 @@ pub struct Keys<'a> {
     /// Path of the table, with a trailing dot.
     path: String,
     pub(super) raw: &'a Map<String, Value>,
+    /// Path and keys of a table of the file that is merged into this one.
+    merged: Option<(String, &'a Map<String, Value>)>,
 }
 
 impl<'a> Keys<'a> {
     /// Accessor for the top-level object of `file`.
     pub fn new(file: &'a str, raw: &'a Map<String, Value>) -> Self {
-        Self { file, path: String::new(), raw }
+        Self { file, path: String::new(), raw, merged: None }
     }
 
     /// Accessor for a nested table, if present.
@@ -27,7 +29,8 @@ impl<'a> Keys<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Object(m)) => {
-                Ok(Some(Keys { file: self.file, path: format!("{}{key}.", self.path), raw: m }))
+                let path = format!("{}{key}.", self.path);
+                Ok(Some(Keys { file: self.file, path, raw: m, merged: None }))
             }
             Some(v) => Err(self.wanted(key, v, "an object")),
         }
@@ -38,16 +41,30 @@ impl<'a> Keys<'a> {
     where
         'a: 'b,
     {
-        Keys { file: self.file, path: self.path.clone(), raw }
+        Keys { file: self.file, path: self.path.clone(), raw, merged: None }
+    }
+
+    /// The same keys, with the table that is merged into them: errors name the table with the key.
+    pub(super) fn merged(self, table: Option<Keys<'a>>) -> Self {
+        Self { merged: table.map(|t| (t.path, t.raw)), ..self }
     }
 
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.raw.get(key).filter(|v| !v.is_null())
     }
 
+    /// Name of a key, with dots for nested tables.
+    pub(super) fn name(&self, key: &str) -> String {
+        let path = match &self.merged {
+            Some((path, raw)) if raw.contains_key(key) || !self.raw.contains_key(key) => path,
+            _ => &self.path,
+        };
+        format!("{path}{key}")
+    }
+
     /// Error for a key with an unusable value.
     pub fn bad(&self, key: &str, why: impl Into<String>) -> Error {
-        Error::Key { file: self.file.into(), key: format!("{}{key}", self.path), why: why.into() }
+        Error::Key { file: self.file.into(), key: self.name(key), why: why.into() }
     }
 
     fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {

@@ -1,11 +1,11 @@
 //! Parsing of a config.
 
-use super::defaults::{completed, default_table};
+use super::defaults::{completed, is_default};
 use super::error::{Error, Result};
 use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::{CHANGES, PARTIAL, ROPE_PARAMETERS, ROPE_SCALING, Rope, Scaling, replace, table_of};
+use super::rope::{self, ROPE_SCALING};
 use super::rules::WeightFormat;
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe};
@@ -48,43 +48,58 @@ impl Config {
         mut raw: Map<String, Value>,
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
-        let name = raw.get("model_type").and_then(Value::as_str).unwrap_or_default();
-        let family = match raw.get(Self::TEXT) {
-            Some(Value::Object(_)) => find_nested(name).map(|(family, _)| family),
-            _ => find(name),
-        };
-        let table = family.and_then(|family| default_table(family, ROPE_PARAMETERS));
-        match raw.get_mut(Self::TEXT) {
-            Some(Value::Object(text)) => {
-                replace(text, overrides, table);
-                raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
-            }
-            _ => replace(&mut raw, overrides, table),
+        // transformers takes an empty table for an absent one.
+        if overrides.get(ROPE_SCALING).and_then(Value::as_object).is_some_and(Map::is_empty) {
+            let why = "{} changes nothing\n  hint: model.override's rope_scaling = { rope_type = \"default\" } \
+                       removes the scaling";
+            return Err(Keys::new(file, overrides).bad(ROPE_SCALING, why));
         }
-        let text = format!("{}.", Self::TEXT);
-        let is_own = |key: &str| {
-            let key = key.trim_start_matches(&text).split('.').next().unwrap_or(key);
-            let is_table = [ROPE_PARAMETERS, ROPE_SCALING].contains(&key);
-            overrides.contains_key(key)
-                || (is_table && CHANGES.iter().any(|key| overrides.contains_key(*key)))
+        let nested = raw.get(Self::TEXT).is_some_and(Value::is_object);
+        if nested {
+            raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
+        }
+        let name = overrides.get("model_type").filter(|_| !nested).or(raw.get("model_type"));
+        let family = named(name.and_then(Value::as_str).unwrap_or_default(), nested);
+        let text = match raw.get_mut(Self::TEXT) {
+            Some(Value::Object(text)) => text,
+            _ => &mut raw,
         };
-        Self::parse(file, raw).map_err(|e| match e {
-            Error::Key { file, key, why } if is_own(&key) => {
-                let why = format!("{why}\n  hint: the value is model.override's");
-                Error::Key { file, key, why }
+        match family {
+            Some((family, _)) => rope::replace(text, overrides, family),
+            None => text.extend(overrides.clone()),
+        }
+        let origin = |key: &str| {
+            let text = raw.get(Self::TEXT).and_then(Value::as_object).unwrap_or(&raw);
+            let key = key.split('.').find(|part| *part != Self::TEXT).unwrap_or(key);
+            if overrides.contains_key(key) || rope::is_changed(key, overrides) {
+                "\n  hint: the value is model.override's"
+            } else if family.is_some_and(|(family, _)| is_default(family, text, key)) {
+                "\n  hint: the file has no such key: the value is the default of its class"
+            } else {
+                ""
             }
-            e => e,
-        })
+        };
+        match Self::read(file, &raw, overrides) {
+            Ok(config) => Ok(Self { raw, ..config }),
+            Err(Error::Key { file, key, why }) => Err(Error::Key { file, why: why + origin(&key), key }),
+            Err(e) => Err(e),
+        }
     }
 
     /// Parses a JSON object; `file` is the name in errors.
     pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
-        let whole = Keys::new(file, &raw);
+        Self::overridden(file, raw, &Map::new())
+    }
+
+    /// Reads a JSON object with these overrides in it, which is not yet the config's `raw`.
+    fn read(file: &str, raw: &Map<String, Value>, overrides: &Map<String, Value>) -> Result<Self> {
+        let whole = Keys::new(file, raw);
         let text = whole.table(Self::TEXT)?;
         let family = family_of(file, &whole, text.is_some())?;
         let scores = scores_of(&whole, family)?;
         let own = text.as_ref().unwrap_or(&whole);
-        let all = completed(family, own.raw);
+        let mut all = completed(family, own.raw);
+        rope::settle(&mut all, family);
         let keys = own.over(&all);
         keys.refuse_unsupported(family)?;
         let layers = keys.size("num_hidden_layers", LAYERS)?;
@@ -96,7 +111,8 @@ impl Config {
         let biases = biases(&keys, family)?;
         let moe = keys.moe(family, layers)?;
         let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
-        let ropes = ropes(&keys, family, &attention, (head_dim, max_positions))?;
+        let ropes = rope::read(&keys, family, &attention, (head_dim, max_positions))?;
+        let unread = rope::unread((own, &keys), family, &ropes, overrides)?;
         let format = whole.weight_format(family)?;
         let config = Self {
             family,
@@ -114,7 +130,7 @@ impl Config {
             scores,
             ropes,
             max_positions,
-            notes: notes(&keys, family, tied, &attention)?,
+            notes: unread.into_iter().chain(notes(&keys, family, tied, &attention)?).collect(),
             attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
@@ -134,7 +150,7 @@ impl Config {
         };
         keys.token_ids(vocab)?;
         config.check_size(&keys)?;
-        Ok(Self { raw, ..config })
+        Ok(config)
     }
 
     /// Refuses sizes that are valid one by one but too large in total, before byte counts can overflow 64
@@ -220,44 +236,29 @@ fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
     Ok(Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? })
 }
 
-/// One rotary embedding, or those of full and sliding layers.
-fn ropes(
-    keys: &Keys<'_>,
-    family: &Family,
-    layers: &[LayerAttention],
-    (head_dim, max_positions): (usize, usize),
-) -> Result<Vec<Rope>> {
-    if family.two_ropes {
-        return keys.ropes_by_layer(family, layers, max_positions);
-    }
-    let rotary = rotary_of(keys, family, head_dim)?;
-    let rope = Rope::parse(keys, max_positions, rotary)?;
-    if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
-        let why = format!("{} is built with longrope, or without scaling", family.model_type);
-        return Err(keys.bad(ROPE_SCALING, why));
-    }
-    Ok(vec![rope])
-}
-
 /// Key of a head that shares the embedding's weight.
 const TIED: &str = "tie_word_embeddings";
 
-/// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, and types
-/// of layers.
+/// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, and
+/// windows.
 fn notes(keys: &Keys<'_>, family: &Family, tied: bool, attention: &[LayerAttention]) -> Result<Vec<String>> {
     let other = keys.flag(TIED)?.filter(|own| *own != tied);
     let of_tied = |own: bool| {
         let path = format!("{}.{TIED}", Config::TEXT);
         format!("{path}: {own} has no effect, as in transformers: {TIED} of the whole is {tied}")
     };
-    Ok(other.map(of_tied).into_iter().chain(keys.unread_types(family, attention)?).collect())
+    Ok(other.map(of_tied).into_iter().chain(keys.unread_windows(family, attention)?).collect())
+}
+
+/// Family of this name and the name of its class, `nested` if within a vision checkpoint.
+fn named(model_type: &str, nested: bool) -> Option<(&'static Family, &'static str)> {
+    if nested { find_nested(model_type) } else { find(model_type).map(|f| (f, f.architecture)) }
 }
 
 /// Family of a config, by the `model_type` of the whole, `nested` if the text model has keys of its own.
 fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Family> {
     let model_type = keys.string("model_type")?.unwrap_or_default();
-    let found = if nested { find_nested(model_type) } else { find(model_type).map(|f| (f, f.architecture)) };
-    let Some((family, architecture)) = found else {
+    let Some((family, architecture)) = named(model_type, nested) else {
         return Err(Error::Architecture {
             file: file.into(),
             found: if model_type.is_empty() { "no model_type".into() } else { model_type.into() },
@@ -289,24 +290,6 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
         Some(names) => Ok(Some(names)),
         None => Err(keys.bad("id2label", "names by number, from \"0\" without gaps, are wanted")),
     }
-}
-
-/// Number of rotated channels of a head, from the key of their share in the table or at the top level.
-fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
-    const KEY: &str = PARTIAL;
-    let table = table_of(keys)?;
-    let named = match &table {
-        Some(t) => t.number(KEY, 0.0..=1.0)?.or(keys.number(KEY, 0.0..=1.0)?),
-        None => keys.number(KEY, 0.0..=1.0)?,
-    };
-    let rotary = (head_dim as f64 * named.unwrap_or(family.default_rotary)) as usize;
-    let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&KEY);
-    if rotary == 0 || !rotary.is_multiple_of(2) || !built {
-        let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
-        let what = if built { "an even number" } else { "all" };
-        return Err(table.as_ref().unwrap_or(keys).bad(KEY, why + what));
-    }
-    Ok(rotary)
 }
 
 /// Width of the residual stream, and heads.

@@ -6,7 +6,7 @@ use super::family::{Family, GateFunction};
 use super::keys::Keys;
 use super::layers::by_layer;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
-use super::rope::LAYER_TYPES;
+use super::rope::{LAYER_TYPES, ROPE_PARAMETERS, ROPE_SCALING};
 use super::types::{Config, Moe};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
@@ -247,7 +247,7 @@ impl Keys<'_> {
             return self.raw.keys().filter(of_whole).cloned().chain(own).collect();
         }
         let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
-        for table in ["rope_scaling", "rope_parameters"] {
+        for table in [ROPE_SCALING, ROPE_PARAMETERS] {
             let Some(Value::Object(t)) = self.get(table) else { continue };
             let unknown = |t: &Map<String, Value>, path: &str| -> Vec<String> {
                 let keys =

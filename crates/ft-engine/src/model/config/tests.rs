@@ -57,7 +57,7 @@ fn bitsandbytes_4_bit_configs_are_read_and_no_others() -> Result<()> {
 }
 
 #[test]
-fn what_is_not_supported_is_refused_by_name() {
+fn unsupported_configs_are_refused_by_key() {
     for (key, value) in [
         ("model_type", json!("gpt2")),
         ("model_type", json!(null)),
@@ -130,7 +130,7 @@ fn moe(extra: Value) -> Result<Config> {
 
 /// Numbers out of range or of another type are refused by key.
 #[test]
-fn numbers_have_bounds() {
+fn numbers_out_of_range_are_refused_by_key() {
     let wrong = |key: &str, values: Value, nested: Option<Value>| {
         for value in values.as_array().into_iter().flatten() {
             let extra = match &nested {
@@ -237,7 +237,7 @@ fn products_of_sizes_have_bounds() {
 }
 
 #[test]
-fn an_override_is_named_and_a_key_stands_once() {
+fn errors_name_overrides_and_duplicate_keys() {
     let dir = tempfile::tempdir().expect("a folder");
     let load = |text: &str, set: Value| {
         std::fs::write(dir.path().join("config.json"), text).expect("written");

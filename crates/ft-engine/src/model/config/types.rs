@@ -286,6 +286,13 @@ impl Config {
         text.filter(|v| !v.is_null()).or_else(|| self.raw.get(key))
     }
 
+    /// Coefficient of the load-balancing loss of the class in transformers, which `output_router_logits` turns on;
+    /// `None` for a class without that loss.
+    pub fn balancing_loss(&self) -> Option<f64> {
+        let has_loss = self.moe.is_some() && !self.family.is_beside() && self.scores.is_none();
+        has_loss.then(|| self.key("router_aux_loss_coef").and_then(Value::as_f64).unwrap_or(0.001))
+    }
+
     /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
         let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.key(k)?.as_str());

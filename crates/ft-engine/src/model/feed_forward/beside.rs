@@ -7,7 +7,7 @@ use super::types::{self, Mixture};
 use crate::model::linear::Linear;
 use crate::model::norm::Norm;
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::dispatch::Groups;
 use ft_kernels::padded::Padded;
@@ -117,22 +117,22 @@ impl Beside {
         (x, s): (&Tensor, Saved),
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
         let [before, after] = &self.norms;
-        let d = after.backward(&s.out, dy, sink)?;
+        let d = after.backward(&s.out, dy, accum)?;
         drop(s.out);
-        let (d, of_router) = self.mixture.backward_apart(s.mixture, &d, ctx, sink, balance)?;
-        let dx = before.backward(x, &d, sink)?;
+        let (d, of_router) = self.mixture.backward_apart(s.mixture, &d, ctx, accum, balance)?;
+        let dx = before.backward(x, &d, accum)?;
         drop(d);
-        let of_router = self.in_f32()?.backward(&upcast(x)?, &(of_router * root(x)?)?, sink)?;
+        let of_router = self.in_f32()?.backward(&upcast(x)?, &(of_router * root(x)?)?, accum)?;
         let dx = (dx + of_router.to_dtype(x.dtype())?)?;
         let [before, after] = &self.dense_norms;
-        let d = after.backward(&s.dense_out, dy, sink)?;
+        let d = after.backward(&s.dense_out, dy, accum)?;
         drop(s.dense_out);
-        let d = self.dense.backward(s.dense, &Padded::of(&d)?, ctx, sink)?;
-        dx + before.backward(x, &d, sink)?
+        let d = self.dense.backward(s.dense, &Padded::of(&d)?, ctx, accum)?;
+        dx + before.backward(x, &d, accum)?
     }
 }
 

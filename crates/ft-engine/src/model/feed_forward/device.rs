@@ -5,7 +5,7 @@ use super::mlp::Mlp;
 use super::types::{Mixture, OTHER, Saved, SavedExperts};
 use crate::model::linear::{self, Linear};
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::{Groups, Sorted};
@@ -62,7 +62,7 @@ impl Mixture {
         let gates = self.factored(gates, || Ok(chosen))?;
         if self.owned.is_some() {
             let rows = sorted.gather(x)?;
-            return self.recompute_away(x, rows, ctx, ((groups, probs, lse, gates), router));
+            return self.recompute_dispatched(x, rows, ctx, ((groups, probs, lse, gates), router));
         }
         let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted, outputs)?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
@@ -75,7 +75,7 @@ impl Mixture {
         s: Saved,
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
     ) -> Result<(Tensor, Tensor)> {
         let routed = s.routed().map(|r| r.1);
@@ -86,34 +86,34 @@ impl Mixture {
                 // Outputs are replaced by their gradients in place.
                 Some(out) => {
                     let dgates = sorted.scale(&out, gates, dy)?;
-                    (dgates, self.grouped_backward(*saved, (out, None), ctx, sorted, sink)?.0)
+                    (dgates, self.grouped_backward(*saved, (out, None), ctx, sorted, accum)?.0)
                 }
                 None => {
                     let of = (sorted.gather(dy)?, Some(gates));
-                    let (dx, dgates) = self.grouped_backward(*saved, of, ctx, sorted, sink)?;
+                    let (dx, dgates) = self.grouped_backward(*saved, of, ctx, sorted, accum)?;
                     let Some(dgates) = dgates else { candle_core::bail!("{OTHER}") };
                     (dgates, dx)
                 }
             },
-            SavedExperts::Away(mut away) => {
-                let Some(out) = away.out.take() else { candle_core::bail!("{OTHER}") };
+            SavedExperts::Dispatched(mut dispatched) => {
+                let Some(out) = dispatched.out.take() else { candle_core::bail!("{OTHER}") };
                 let dgates = sorted.scale(&out, gates, dy)?;
-                let dx = self.backward_away(*away, Some(out), ctx, sink)?;
+                let dx = self.backward_dispatched(*dispatched, Some(out), ctx, accum)?;
                 let Some(dx) = dx else { candle_core::bail!("{OTHER}") };
                 (dgates, dx)
             }
             SavedExperts::PerExpert(..) => candle_core::bail!("{OTHER}"),
         };
         let shared = match (&self.shared, s.shared) {
-            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
+            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, accum)?),
             _ => None,
         };
         let dx = sorted.combine(&dx, None, shared.as_ref())?;
         let extra = balance.and_then(|b| b.on_device.as_ref());
         let z = balance.map_or(0.0, |b| b.z);
-        let dgates = self.factors_back(&s.gates, dgates, || Ok(routed.chosen.clone()), sink)?;
+        let dgates = self.factors_back(&s.gates, dgates, || Ok(routed.chosen.clone()), accum)?;
         let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
-        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, sink, None)?))
+        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, accum, None)?))
     }
 
     /// Backward pass of all experts: [`GroupedExperts::backward`].
@@ -123,9 +123,9 @@ impl Mixture {
         of: (Tensor, Option<&Tensor>),
         ctx: &Context,
         sorted: &Sorted,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
-        self.grouped_experts(of.0.dtype())?.backward(saved, of, ctx, sorted, sink)
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| accum.touch(slot));
+        self.grouped_experts(of.0.dtype())?.backward(saved, of, ctx, sorted, accum)
     }
 }

@@ -1,31 +1,32 @@
-//! Experts split over ranks. Rows travel to the owners of their experts, and the outputs back:
+//! Experts split over ranks. Rows are dispatched to the owners of their experts, and the outputs combined:
 //!
 //! ```text
 //! source   router, rows sorted by expert -> counts -> rows out        outputs in -> gates -> sum
 //! owner                                     rows in, sorted again -> own experts -> outputs out
 //! ```
 //!
-//! The backward pass makes the same ways: gradients times gates out, gradients of the inputs back. Gates, router and
-//! shared expert stay at the source. No row is dropped or padded. A rank without rows takes part: [`Mixture::serve`].
+//! The backward pass does the same: it dispatches gradients times gates, and combines gradients of the inputs. Gates,
+//! router and shared expert stay at the source. No row is dropped or padded. A rank without rows takes part:
+//! [`Mixture::idle_forward`].
 
 use super::grouped;
 use super::mlp;
 use super::types::{Gates, Mixture, OTHER, Saved as MixtureSaved, SavedExperts};
 use crate::model::linear::{self, Linear};
 use crate::model::pass::batch::{Context, DropoutKey};
-use crate::model::pass::sink::Sink;
-use crate::ranks::{At, Comm};
+use crate::model::pass::grad_accumulator::GradAccumulator;
+use crate::ranks::{CollectiveId, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::dispatch::{Departure, ExpertRows, Groups, Travel, ranges};
+use ft_kernels::dispatch::{DispatchCounts, ExpertRows, Groups, RowExchange, ranges};
 use ft_kernels::ledger::{Cost, Peers};
 use ft_kernels::tensor::{Ghost, On};
 use std::borrow::Cow;
 use std::sync::Arc;
 
 const COUNTS: &str = "the counts of rows for experts";
-const OUT: &str = "the rows to their experts";
-const BACK: &str = "the rows back from their experts";
+const DISPATCH: &str = "the rows to their experts";
+const COMBINE: &str = "the rows back from their experts";
 
 /// Faults that tests must notice.
 #[cfg(test)]
@@ -65,7 +66,7 @@ pub struct LocalExperts {
 
 /// Saved activations of the own experts, on rows of all ranks.
 #[derive(Debug)]
-enum Here {
+enum LocalSaved {
     /// No row has come.
     Nothing,
     Each(Vec<mlp::Saved>),
@@ -75,15 +76,15 @@ enum Here {
 /// Saved activations, at the source and at the owner.
 #[derive(Debug)]
 pub struct Saved {
-    travel: Arc<Travel>,
-    here: Here,
+    exchange: Arc<RowExchange>,
+    local: LocalSaved,
     /// Outputs of this rank's rows `[n, d]`, sorted by expert, before the gates; `None` without rows.
     pub(super) out: Option<Tensor>,
 }
 
 /// Saved activations of a rank that had no rows of its own.
 #[derive(Debug)]
-pub struct Served(Saved);
+pub struct IdleSaved(Saved);
 
 /// Width, dtype and device of rows.
 #[derive(Clone, Copy)]
@@ -110,21 +111,21 @@ impl Saved {
 
     /// Drops the inputs of the own experts.
     pub(super) fn drop_inputs(&mut self) {
-        match &mut self.here {
-            Here::Nothing => {}
-            Here::Each(saved) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
-            Here::Grouped(saved) => saved.x = None,
+        match &mut self.local {
+            LocalSaved::Nothing => {}
+            LocalSaved::Each(saved) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
+            LocalSaved::Grouped(saved) => saved.x = None,
         }
     }
 }
 
-impl Served {
-    /// The travel, with which the pass is made again.
-    pub fn travel(&self) -> Arc<Travel> {
-        Arc::clone(&self.0.travel)
+impl IdleSaved {
+    /// The exchange, with which the pass is made again.
+    pub fn exchange(&self) -> Arc<RowExchange> {
+        Arc::clone(&self.0.exchange)
     }
 
-    /// Drops the inputs of the own experts; [`Mixture::serve_restore`] restores them.
+    /// Drops the inputs of the own experts; [`Mixture::idle_restore`] restores them.
     pub fn drop_inputs(&mut self) {
         self.0.drop_inputs();
     }
@@ -135,7 +136,7 @@ type Routing = ((Arc<Groups>, Tensor, Tensor, Gates), linear::Saved);
 
 impl Mixture {
     /// As [`Mixture::recompute`], from rows sorted by expert.
-    pub(super) fn recompute_away(
+    pub(super) fn recompute_dispatched(
         &self,
         x: &Tensor,
         rows: Tensor,
@@ -144,53 +145,64 @@ impl Mixture {
     ) -> Result<MixtureSaved> {
         // A device computes the shared expert while the host waits for counts.
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        let travel = groups.travel(|| self.depart(Some(&groups), ctx, RowSpec::of(x)?))?;
-        let (here, out) = self.visit(Some(rows), &travel, ctx, RowSpec::of(x)?)?;
-        let experts = SavedExperts::Away(Box::new(Saved { travel, here, out }));
+        let exchange = groups.exchange(|| self.exchange_counts(Some(&groups), ctx, RowSpec::of(x)?))?;
+        let (local, out) = self.forward_rows(Some(rows), &exchange, ctx, RowSpec::of(x)?)?;
+        let experts = SavedExperts::Dispatched(Box::new(Saved { exchange, local, out }));
         Ok(MixtureSaved { groups, probs, lse, gates, router, experts, shared })
     }
 
     /// Outputs of the experts times their gates, plus that of the shared expert.
-    pub(super) fn combine_away(
+    pub(super) fn combine_dispatched(
         &self,
         s: &MixtureSaved,
-        away: &Saved,
+        dispatched: &Saved,
         shared: Option<Tensor>,
         dtype: DType,
     ) -> Result<Tensor> {
-        match (s.groups.sorted(), &away.out) {
+        match (s.groups.sorted(), &dispatched.out) {
             (Some(sorted), Some(out)) => sorted.combine(out, Some(&s.gates.factored), shared.as_ref()),
-            _ => self.combine(s, &away.parts(&s.groups)?, shared, dtype),
+            _ => self.combine(s, &dispatched.parts(&s.groups)?, shared, dtype),
         }
     }
 
-    /// A pass for rows of other ranks alone; `travel` is that of an earlier pass.
+    /// A pass for rows of other ranks alone; `exchange` is that of an earlier pass.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn serve(&self, ctx: &Context, travel: Option<Arc<Travel>>, like: RowSpec<'_>) -> Result<Served> {
-        let travel = match travel {
-            Some(travel) => travel,
-            None => Arc::new(self.depart(None, ctx, like)?),
+    pub fn idle_forward(
+        &self,
+        ctx: &Context,
+        exchange: Option<Arc<RowExchange>>,
+        like: RowSpec<'_>,
+    ) -> Result<IdleSaved> {
+        let exchange = match exchange {
+            Some(exchange) => exchange,
+            None => Arc::new(self.exchange_counts(None, ctx, like)?),
         };
-        let (here, out) = self.visit(None, &travel, ctx, like)?;
-        Ok(Served(Saved { travel, here, out }))
+        let (local, out) = self.forward_rows(None, &exchange, ctx, like)?;
+        Ok(IdleSaved(Saved { exchange, local, out }))
     }
 
-    /// Restores inputs dropped by [`Served::drop_inputs`].
+    /// Restores inputs dropped by [`IdleSaved::drop_inputs`].
     ///
     /// # Errors
-    /// As [`Mixture::serve`].
-    pub fn serve_restore(&self, served: &mut Served, ctx: &Context, like: RowSpec<'_>) -> Result<()> {
-        self.restore_rows(&mut served.0, None, ctx, like)
+    /// As [`Mixture::idle_forward`].
+    pub fn idle_restore(&self, idle: &mut IdleSaved, ctx: &Context, like: RowSpec<'_>) -> Result<()> {
+        self.restore_rows(&mut idle.0, None, ctx, like)
     }
 
-    /// Backward pass of [`Mixture::serve`].
+    /// Backward pass of [`Mixture::idle_forward`].
     ///
     /// # Errors
-    /// As [`Mixture::serve`].
-    pub fn serve_backward(&self, s: Served, ctx: &Context, sink: &Sink<'_>, like: RowSpec<'_>) -> Result<()> {
-        self.back(s.0, None, ctx, sink, like).map(drop)
+    /// As [`Mixture::idle_forward`].
+    pub fn idle_backward(
+        &self,
+        s: IdleSaved,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+        like: RowSpec<'_>,
+    ) -> Result<()> {
+        self.backward_rows(s.0, None, ctx, accum, like).map(drop)
     }
 
     /// Whether expert `e` of the layer is here.
@@ -204,7 +216,12 @@ impl Mixture {
     }
 
     /// Restores the inputs of the experts from rows sorted by expert: they travel again, to owners that need them.
-    pub(super) fn restore_away(&self, saved: &mut Saved, rows: Option<Tensor>, ctx: &Context) -> Result<()> {
+    pub(super) fn restore_dispatched(
+        &self,
+        saved: &mut Saved,
+        rows: Option<Tensor>,
+        ctx: &Context,
+    ) -> Result<()> {
         match rows {
             Some(rows) => {
                 let like = rows.clone();
@@ -215,24 +232,24 @@ impl Mixture {
     }
 
     /// Backward pass of the experts: from gradients of the outputs, sorted by expert, to those of the inputs.
-    pub(super) fn backward_away(
+    pub(super) fn backward_dispatched(
         &self,
         saved: Saved,
         rows: Option<Tensor>,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Option<Tensor>> {
         let Some(like) = rows.clone() else { candle_core::bail!("{OTHER}") };
-        self.back(saved, rows, ctx, sink, RowSpec::of(&like)?)
+        self.backward_rows(saved, rows, ctx, accum, RowSpec::of(&like)?)
     }
 
     /// Tells all ranks how many rows go to each expert, and hears the same.
-    fn depart(
+    fn exchange_counts(
         &self,
         groups: Option<&Groups>,
         ctx: &Context,
         RowSpec(_, dtype, on): RowSpec<'_>,
-    ) -> Result<Travel> {
+    ) -> Result<RowExchange> {
         let Some(owned) = self.owned else { candle_core::bail!("{OTHER}") };
         let grouped = self.is_grouped(on, dtype).then_some(dtype);
         let device = match on {
@@ -241,7 +258,7 @@ impl Mixture {
                 let Some(groups) = groups else { candle_core::bail!("{OTHER}") };
                 let rows = groups.tokens * groups.top_k;
                 let here = groups.arriving(owned.experts / owned.ranks, &self.copies, ledger, grouped)?;
-                return Ok(Travel::planned(here, rows, owned.ranks));
+                return Ok(RowExchange::planned(here, rows, owned.ranks));
             }
         };
         let draws = ctx.dropout.filter(|_| owned.drops);
@@ -253,38 +270,41 @@ impl Mixture {
         let place = |t: u32| ctx.rows.as_ref().and_then(|rows| rows.get(t as usize)).map_or(t, |row| *row);
         tokens.iter_mut().for_each(|t| *t = place(*t).wrapping_add(first));
         let needs_input = self.experts.iter().any(mlp::Mlp::needs_input);
-        let mine = Departure { counts, tokens, needs_input };
+        let mine = DispatchCounts { counts, tokens, needs_input };
         let comm = peers(ctx)?;
-        let said = comm.all_gather_bytes(At::unit(COUNTS, owned.unit), &words(&mine), true).map_err(told)?;
-        let all: Vec<Departure> = said.iter().map(|bytes| departure(bytes, owned.experts)).collect();
-        Travel::new(&all, comm.rank(), (device, grouped))
+        let said = comm
+            .all_gather_bytes(CollectiveId::unit(COUNTS, owned.unit), &words(&mine), true)
+            .map_err(told)?;
+        let all: Vec<DispatchCounts> =
+            said.iter().map(|bytes| dispatch_counts(bytes, owned.experts)).collect();
+        RowExchange::new(&all, comm.rank(), (device, grouped))
     }
 
     /// Rows sorted by expert to their owners, through the experts, and back in the same order.
-    fn visit(
+    fn forward_rows(
         &self,
         rows: Option<Tensor>,
-        travel: &Travel,
+        exchange: &RowExchange,
         ctx: &Context,
         like: RowSpec<'_>,
-    ) -> Result<(Here, Option<Tensor>)> {
-        let came = self.exchange(rows, travel, (Way::Out, &[]), ctx, like)?;
-        let (here, out) = match (came, travel.here.sorted()) {
-            (None, _) => (Here::Nothing, None),
-            (Some(came), Some(sorted)) => {
-                let rows = sorted.gather(&came)?;
-                drop(came);
+    ) -> Result<(LocalSaved, Option<Tensor>)> {
+        let received = self.exchange(rows, exchange, (Direction::Dispatch, &[]), ctx, like)?;
+        let (local, out) = match (received, exchange.here.sorted()) {
+            (None, _) => (LocalSaved::Nothing, None),
+            (Some(received), Some(sorted)) => {
+                let rows = sorted.gather(&received)?;
+                drop(received);
                 let mut saved = self.grouped_experts(like.1)?.forward(rows, ctx, sorted, true)?;
                 // The gradients of the gates are computed at the source.
                 let Some(out) = saved.out.take() else { candle_core::bail!("{OTHER}") };
-                (Here::Grouped(Box::new(saved)), Some(sorted.combine(&out, None, None)?))
+                (LocalSaved::Grouped(Box::new(saved)), Some(sorted.combine(&out, None, None)?))
             }
-            (Some(came), None) => {
-                let rows = travel.here.gather(&came)?;
-                drop(came);
-                let context = |run: &ExpertRows| self.context_of(ctx, travel, run);
-                let (out, saved) = self.each_forward(&travel.here, &rows, context)?;
-                (Here::Each(saved), Some(travel.here.combine(&out, None, like.1)?))
+            (Some(received), None) => {
+                let rows = exchange.here.gather(&received)?;
+                drop(received);
+                let context = |run: &ExpertRows| self.context_of(ctx, exchange, run);
+                let (out, saved) = self.each_forward(&exchange.here, &rows, context)?;
+                (LocalSaved::Each(saved), Some(exchange.here.combine(&out, None, like.1)?))
             }
         };
         #[cfg(test)]
@@ -296,45 +316,45 @@ impl Mixture {
             }
             (_, out) => out,
         };
-        Ok((here, self.exchange(out, travel, (Way::Back, &[]), ctx, like)?))
+        Ok((local, self.exchange(out, exchange, (Direction::Combine, &[]), ctx, like)?))
     }
 
-    /// Backward pass of [`Mixture::visit`].
-    fn back(
+    /// Backward pass of [`Mixture::forward_rows`].
+    fn backward_rows(
         &self,
         saved: Saved,
         rows: Option<Tensor>,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         like: RowSpec<'_>,
     ) -> Result<Option<Tensor>> {
-        let Saved { travel, here, out } = saved;
+        let Saved { exchange, local, out } = saved;
         drop(out);
         #[cfg(test)]
         let rows = match FAULT.get() {
-            Some(Fault::Mean) => rows.map(|r| r / travel.sent.len() as f64).transpose()?,
+            Some(Fault::Mean) => rows.map(|r| r / exchange.sent.len() as f64).transpose()?,
             _ => rows,
         };
-        let came = self.exchange(rows, &travel, (Way::Out, &[]), ctx, like)?;
-        let dx = match (here, came, travel.here.sorted()) {
-            (Here::Nothing, None, _) => {
+        let received = self.exchange(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
+        let dx = match (local, received, exchange.here.sorted()) {
+            (LocalSaved::Nothing, None, _) => {
                 let slots = self.experts.iter().flat_map(mlp::Mlp::linears).flat_map(Linear::slots);
-                slots.for_each(|slot| sink.touch(slot));
+                slots.for_each(|slot| accum.touch(slot));
                 None
             }
-            (Here::Grouped(saved), Some(came), Some(sorted)) => {
-                let dout = sorted.gather(&came)?;
-                drop(came);
-                let (dx, _) = self.grouped_backward(*saved, (dout, None), ctx, sorted, sink)?;
+            (LocalSaved::Grouped(saved), Some(received), Some(sorted)) => {
+                let dout = sorted.gather(&received)?;
+                drop(received);
+                let (dx, _) = self.grouped_backward(*saved, (dout, None), ctx, sorted, accum)?;
                 Some(sorted.combine(&dx, None, None)?)
             }
-            (Here::Each(saved), Some(came), None) => {
-                let dout = travel.here.gather(&came)?;
-                drop(came);
+            (LocalSaved::Each(saved), Some(received), None) => {
+                let dout = exchange.here.gather(&received)?;
+                drop(received);
                 let dout = |run: &ExpertRows| dout.narrow(0, run.start, run.rows);
-                let context = |run: &ExpertRows| self.context_of(ctx, &travel, run);
-                let dx = self.each_backward((&travel.here, saved), dout, context, like.2, sink)?;
-                Some(travel.here.combine(&dx, None, like.1)?)
+                let context = |run: &ExpertRows| self.context_of(ctx, &exchange, run);
+                let dx = self.each_backward((&exchange.here, saved), dout, context, like.2, accum)?;
+                Some(exchange.here.combine(&dx, None, like.1)?)
             }
             _ => candle_core::bail!("{OTHER}"),
         };
@@ -343,7 +363,7 @@ impl Mixture {
             Some(Fault::Inputs) => dx.map(|dx| dx * 0.0).transpose()?,
             _ => dx,
         };
-        self.exchange(dx, &travel, (Way::Back, &[]), ctx, like)
+        self.exchange(dx, &exchange, (Direction::Combine, &[]), ctx, like)
     }
 
     fn restore_rows(
@@ -353,16 +373,19 @@ impl Mixture {
         ctx: &Context,
         like: RowSpec<'_>,
     ) -> Result<()> {
-        let needs = &s.travel.needs;
+        let needs = &s.exchange.needs;
         if !needs.contains(&true) {
             return Ok(());
         }
-        let Some(came) = self.exchange(rows, &s.travel, (Way::Out, needs), ctx, like)? else { return Ok(()) };
-        match (&mut s.here, s.travel.here.sorted()) {
-            (Here::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(&came)?),
-            (Here::Each(saved), None) => {
-                let rows = s.travel.here.gather(&came)?;
-                for (run, saved) in s.travel.here.runs().iter().zip(saved) {
+        let Some(received) = self.exchange(rows, &s.exchange, (Direction::Dispatch, needs), ctx, like)?
+        else {
+            return Ok(());
+        };
+        match (&mut s.local, s.exchange.here.sorted()) {
+            (LocalSaved::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(&received)?),
+            (LocalSaved::Each(saved), None) => {
+                let rows = s.exchange.here.gather(&received)?;
+                for (run, saved) in s.exchange.here.runs().iter().zip(saved) {
                     self.experts[run.expert].restore(saved, &rows.narrow(0, run.start, run.rows)?);
                 }
             }
@@ -375,16 +398,16 @@ impl Mixture {
     fn context_of<'a>(
         &self,
         ctx: &'a Context<'a>,
-        travel: &Travel,
+        exchange: &RowExchange,
         run: &ExpertRows,
     ) -> Cow<'a, Context<'a>> {
         #[cfg(test)]
         if FAULT.get() == Some(Fault::Rows) {
-            return Cow::Owned(ctx.for_tokens(travel.here.tokens_of(run)));
+            return Cow::Owned(ctx.for_tokens(exchange.here.tokens_of(run)));
         }
         match ctx.dropout {
             Some(_) if self.drops(run.expert) && run.alike == 1.0 => {
-                let rows = Some(Arc::new(travel.tokens_of(travel.here.tokens_of(run))));
+                let rows = Some(Arc::new(exchange.tokens_of(exchange.here.tokens_of(run))));
                 let dropout = ctx.dropout.map(|d| DropoutKey { first_row: 0, ..d });
                 Cow::Owned(Context { rows, dropout, ..ctx.clone() })
             }
@@ -397,26 +420,26 @@ impl Mixture {
     fn exchange(
         &self,
         rows: Option<Tensor>,
-        travel: &Travel,
-        (way, needs): (Way, &[bool]),
+        exchange: &RowExchange,
+        (direction, needs): (Direction, &[bool]),
         ctx: &Context,
         RowSpec(d, dtype, on): RowSpec<'_>,
     ) -> Result<Option<Tensor>> {
-        let (out, into) = match way {
-            Way::Out => (&travel.sent, &travel.received),
-            Way::Back => (&travel.received, &travel.sent),
+        let (out, into) = match direction {
+            Direction::Dispatch => (&exchange.sent, &exchange.received),
+            Direction::Combine => (&exchange.received, &exchange.sent),
         };
-        let me = travel.me;
+        let me = exchange.me;
         let wanted = |rank: usize| needs.get(rank).is_none_or(|n| *n);
         let total: usize = into.iter().sum();
         let to = match on {
             On::Ghost(ledger) => {
                 // The sizes of a plan are even, but for a rest that stays here.
                 let stays = out.get(me).copied().unwrap_or(0);
-                let came = Tensor::from(Ghost::new(ledger, (total, d), dtype));
+                let received = Tensor::from(Ghost::new(ledger, (total, d), dtype));
                 let bytes = (total.saturating_sub(stays) * d * dtype.size_in_bytes()) as f64;
                 ledger.work(Cost::exchange(Peers::Experts, bytes));
-                return Ok(Some(came));
+                return Ok(Some(received));
             }
             On::Real(device) => receiving(total, d, dtype, device, wanted(me))?,
         };
@@ -433,7 +456,8 @@ impl Mixture {
             fill.extend(piece(&to, into, rank)?.filter(|_| wanted(me)).map(|t| (rank, t)));
         }
         let unit = self.owned.map_or(0, |o| o.unit);
-        let arrival = peers(ctx)?.exchange(At::unit(way.what(), unit), &send, &fill).map_err(told)?;
+        let arrival =
+            peers(ctx)?.exchange(CollectiveId::unit(direction.what(), unit), &send, &fill).map_err(told)?;
         if let (Some(to), Some(own)) = (&to, piece(&rows, out, me)?.filter(|_| wanted(me))) {
             to.slice_set(&own, 0, ranges(into)[me].start)?;
         }
@@ -444,18 +468,18 @@ impl Mixture {
 
 /// Direction of rows.
 #[derive(Clone, Copy)]
-enum Way {
+enum Direction {
     /// To the owners of the experts.
-    Out,
+    Dispatch,
     /// Back to the sources.
-    Back,
+    Combine,
 }
 
-impl Way {
+impl Direction {
     fn what(self) -> &'static str {
         match self {
-            Way::Out => OUT,
-            Way::Back => BACK,
+            Direction::Dispatch => DISPATCH,
+            Direction::Combine => COMBINE,
         }
     }
 }
@@ -477,8 +501,8 @@ fn told(e: ft_base::Error) -> candle_core::Error {
     candle_core::Error::wrap(e)
 }
 
-/// A departure as bytes: whether the owner needs inputs, counts, tokens.
-fn words(d: &Departure) -> Vec<u8> {
+/// Counts as bytes: whether the owner needs inputs, counts, tokens.
+fn words(d: &DispatchCounts) -> Vec<u8> {
     let all = [u32::from(d.needs_input)]
         .into_iter()
         .chain(d.counts.iter().copied())
@@ -486,8 +510,8 @@ fn words(d: &Departure) -> Vec<u8> {
     all.flat_map(u32::to_ne_bytes).collect()
 }
 
-fn departure(bytes: &[u8], experts: usize) -> Departure {
+fn dispatch_counts(bytes: &[u8], experts: usize) -> DispatchCounts {
     let mut words = bytes.as_chunks().0.iter().map(|b| u32::from_ne_bytes(*b));
     let needs_input = words.next() == Some(1);
-    Departure { needs_input, counts: words.by_ref().take(experts).collect(), tokens: words.collect() }
+    DispatchCounts { needs_input, counts: words.by_ref().take(experts).collect(), tokens: words.collect() }
 }

@@ -5,7 +5,7 @@
 use super::mlp::Mlp;
 use crate::model::linear::{Linear, Weight};
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::Sorted;
@@ -178,25 +178,31 @@ impl GroupedLinear {
         grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
     }
 
-    /// Adds the gradients of a linear to the sink.
-    fn gradients(&self, of: Operands<'_>, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<()> {
-        Self::gradients_of([(self, of)], ctx, s, sink)
+    /// Adds the gradients of a linear to the accumulator.
+    fn gradients(
+        &self,
+        of: Operands<'_>,
+        ctx: &Context,
+        s: &Sorted,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<()> {
+        Self::gradients_of([(self, of)], ctx, s, accum)
     }
 
-    /// Adds weight and adapter gradients of linears with one input to the sink.
+    /// Adds weight and adapter gradients of linears with one input to the accumulator.
     fn gradients_of<const N: usize>(
         all: [(&Self, Operands<'_>); N],
         ctx: &Context,
         s: &Sorted,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<()> {
         let [(first, of_first), ..] = all[..] else { return Ok(()) };
         let apart = |(l, _): &(&Self, Operands<'_>)| l.flat != first.flat || l.drops(ctx).is_some();
         if N > 1 && all.iter().any(apart) {
-            return all.into_iter().try_for_each(|(l, of)| l.gradients(of, ctx, s, sink));
+            return all.into_iter().try_for_each(|(l, of)| l.gradients(of, ctx, s, accum));
         }
         let Some(flat) = first.flat else { return Ok(()) };
-        let grads = sink.flat(flat)?;
+        let grads = accum.flat(flat)?;
         for (l, of) in all {
             if let Some(b) = l.biases.as_ref().filter(|b| b.trains) {
                 b.add_sums(of.dy, s, &grads)?;
@@ -290,7 +296,7 @@ impl GroupedExperts {
         (dout, gates): (Tensor, Option<&Tensor>),
         ctx: &Context,
         s: &Sorted,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let Saved { x, gate, up, low: [low_gate, low_up, low_down], h, out } = saved;
         drop(out);
@@ -300,7 +306,7 @@ impl GroupedExperts {
                 None if self.down.needs_input => Some(swiglu::forward(self.glu, &gate, up.as_ref())?),
                 h => h,
             };
-            self.down_gradients((&dout, du.as_ref()), (h, low_down), gates, ctx, s, sink)?;
+            self.down_gradients((&dout, du.as_ref()), (h, low_down), gates, ctx, s, accum)?;
             self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
         drop(dout);
@@ -318,13 +324,13 @@ impl GroupedExperts {
         let operands = |dy, du, u| Operands { dy, du, x: x.as_ref(), u };
         let (Some(up), Some(du)) = (&self.up, du) else {
             let [low_dg] = grouped::low_back([(&self.gate.table, &dg)], s)?;
-            self.gate.gradients(operands(&dg, low_dg.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
+            self.gate.gradients(operands(&dg, low_dg.as_ref(), low_gate.as_ref()), ctx, s, accum)?;
             return Ok((self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?, dgates));
         };
         let [low_dg, low_du] = grouped::low_back([(&self.gate.table, &dg), (&up.table, &du)], s)?;
         let of_gate = operands(&dg, low_dg.as_ref(), low_gate.as_ref());
         let of_up = operands(&du, low_du.as_ref(), low_up.as_ref());
-        GroupedLinear::gradients_of([(&self.gate, of_gate), (up, of_up)], ctx, s, sink)?;
+        GroupedLinear::gradients_of([(&self.gate, of_gate), (up, of_up)], ctx, s, accum)?;
         drop((x, low_gate, low_up));
         if self.gate.drops(ctx).is_some() || up.drops(ctx).is_some() {
             let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
@@ -343,7 +349,7 @@ impl GroupedExperts {
         gates: Option<&Tensor>,
         ctx: &Context,
         s: &Sorted,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<()> {
         let of_input = self.down.table.trains(Gradient::Weight);
         let weighted =
@@ -352,6 +358,6 @@ impl GroupedExperts {
         let du = du.map(|du| if of_input { Ok(du.clone()) } else { weighted(du, false) }).transpose()?;
         let low = low.map(|low| weighted(&low, true)).transpose()?;
         let of = Operands { dy: dout, du: du.as_ref(), x: h.as_ref(), u: low.as_ref() };
-        self.down.gradients(of, ctx, s, sink)
+        self.down.gradients(of, ctx, s, accum)
     }
 }

@@ -7,7 +7,7 @@ use super::types::{Gates, GroupedCache, Mixture, OTHER, Saved, SavedExperts};
 use crate::model::delta::Parameter;
 use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::{DType, Result};
 use ft_kernels::dispatch::{self, ExpertRows, Groups};
 use ft_kernels::padded::Padded;
@@ -123,7 +123,9 @@ impl Mixture {
                 sorted.combine(out, Some(&s.gates.factored), shared.as_ref())?
             }
             (SavedExperts::PerExpert(_, out), None) => self.combine(&s, out, shared, x.dtype())?,
-            (SavedExperts::Away(away), _) => self.combine_away(&s, away, shared, x.dtype())?,
+            (SavedExperts::Dispatched(dispatched), _) => {
+                self.combine_dispatched(&s, dispatched, shared, x.dtype())?
+            }
             _ => candle_core::bail!("{OTHER}"),
         };
         if let SavedExperts::Grouped(e) = &mut s.experts
@@ -182,7 +184,7 @@ impl Mixture {
         let rows = groups.gather(x)?;
         if self.owned.is_some() {
             let of = (groups, probs, lse, gates);
-            return self.recompute_away(x, rows, ctx, (of, router));
+            return self.recompute_dispatched(x, rows, ctx, (of, router));
         }
         let (out, experts) = self.each_forward(&groups, &rows, |run| self.context(ctx, &groups, run))?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
@@ -225,27 +227,27 @@ impl Mixture {
         dout: impl Fn(&ExpertRows) -> Result<Tensor> + Sync,
         context: impl Fn(&ExpertRows) -> Cow<'a, Context<'a>> + Sync,
         on: On<'_>,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Vec<Tensor>> {
         for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
-            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| accum.touch(slot));
         }
         let work: Vec<(ExpertRows, mlp::Saved)> = groups.runs().into_iter().zip(saved).collect();
-        let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
+        let one = |(run, saved): (ExpertRows, mlp::Saved), accum: &GradAccumulator<'_>| -> Result<Tensor> {
             groups.times(&run, on, || {
-                self.experts[run.expert].backward(saved, &Padded::of(&dout(&run)?)?, &context(&run), sink)
+                self.experts[run.expert].backward(saved, &Padded::of(&dout(&run)?)?, &context(&run), accum)
             })
         };
         if !dispatch::side_by_side(groups.busy(), on) {
-            return work.into_iter().map(|w| one(w, sink)).collect();
+            return work.into_iter().map(|w| one(w, accum)).collect();
         }
         let one = |w| {
-            let own = Sink::collecting();
+            let own = GradAccumulator::collecting();
             Ok((one(w, &own)?, own.collected()))
         };
         let done = dispatch::each(on, work, |(r, _)| r.rows, one)?;
         let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
-        sink.add_all(later.into_iter().flatten())?;
+        accum.add_all(later.into_iter().flatten())?;
         Ok(dx)
     }
 
@@ -260,12 +262,12 @@ impl Mixture {
             s.router.x = Some(x.router()?);
         }
         let x = x.experts;
-        if let SavedExperts::Away(away) = &mut s.experts {
+        if let SavedExperts::Dispatched(dispatched) = &mut s.experts {
             let rows = match s.groups.sorted() {
                 Some(sorted) => sorted.gather(x)?,
                 None => s.groups.gather(x)?,
             };
-            self.restore_away(away, Some(rows), ctx)?;
+            self.restore_dispatched(dispatched, Some(rows), ctx)?;
         } else if self.experts.iter().any(Mlp::needs_input) {
             match (&mut s.experts, s.groups.sorted()) {
                 (SavedExperts::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
@@ -292,10 +294,10 @@ impl Mixture {
         s: Saved,
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
-        let (dx, of_router) = self.backward_apart(s, dy, ctx, sink, balance)?;
+        let (dx, of_router) = self.backward_apart(s, dy, ctx, accum, balance)?;
         dx + of_router.to_dtype(dy.dtype())?
     }
 
@@ -305,11 +307,11 @@ impl Mixture {
         s: Saved,
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         balance: Option<&Balance>,
     ) -> Result<(Tensor, Tensor)> {
         if s.groups.sorted().is_some() {
-            return self.backward_grouped(s, dy, ctx, sink, balance);
+            return self.backward_grouped(s, dy, ctx, accum, balance);
         }
         let groups = Arc::clone(&s.groups);
         let (dgates, dx) = match s.experts {
@@ -318,10 +320,10 @@ impl Mixture {
                 drop(out);
                 let dout = |run: &ExpertRows| groups.gather_scaled(dy, &s.gates.factored, run);
                 let context = |run: &ExpertRows| self.context(ctx, &groups, run);
-                (dgates, self.each_backward((&groups, saved), dout, context, dy.device(), sink)?)
+                (dgates, self.each_backward((&groups, saved), dout, context, dy.device(), accum)?)
             }
-            SavedExperts::Away(away) => {
-                let parts = away.parts(&groups)?;
+            SavedExperts::Dispatched(dispatched) => {
+                let parts = dispatched.parts(&groups)?;
                 let dgates = groups.dots(&parts, dy)?;
                 drop(parts);
                 let rows = groups.gather_scaled(dy, &s.gates.factored, &groups.whole())?;
@@ -330,16 +332,16 @@ impl Mixture {
                     Some(expert_parallel::Fault::Gates) => groups.gather(dy)?,
                     _ => rows,
                 };
-                let dx = self.backward_away(*away, Some(rows), ctx, sink)?;
+                let dx = self.backward_dispatched(*dispatched, Some(rows), ctx, accum)?;
                 (dgates, expert_parallel::parts(dx.as_ref(), &groups)?)
             }
             SavedExperts::Grouped(_) => candle_core::bail!("{OTHER}"),
         };
         let mut dx = groups.combine(&dx, None, dy.dtype())?;
         if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
-            dx = (dx + shared.backward(saved, dy, ctx, sink)?)?;
+            dx = (dx + shared.backward(saved, dy, ctx, accum)?)?;
         }
-        let dgates = self.factors_back(&s.gates, dgates, || groups.chosen(&s.probs), sink)?;
+        let dgates = self.factors_back(&s.gates, dgates, || groups.chosen(&s.probs), accum)?;
         let routed = RouterOutput {
             probs: &s.probs,
             lse: &s.lse,
@@ -348,7 +350,7 @@ impl Mixture {
             normalise: self.normalise,
         };
         let dlogits = route::backward(&routed, &dgates, balance)?;
-        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, sink, None)?))
+        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, accum, None)?))
     }
 
     /// Gates times the factors of their experts; `chosen` `[t, k]` are these.
@@ -366,13 +368,13 @@ impl Mixture {
         gates: &Gates,
         dfactored: Tensor,
         chosen: impl FnOnce() -> Result<Tensor>,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Tensor> {
         let Some(f) = &self.factors else { return Ok(dfactored) };
         let chosen = chosen()?;
         if let Some(slot) = f.slot {
             let own = (&gates.plain * &dfactored)?;
-            sink.column_sums(slot, &route::by_expert(&own, &chosen, f.value.elem_count())?)?;
+            accum.column_sums(slot, &route::by_expert(&own, &chosen, f.value.elem_count())?)?;
         }
         dfactored * factors_of(f, &chosen)?
     }

@@ -2,7 +2,7 @@
 
 use crate::model::linear::{self, Linear, Stack};
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::padded::Padded;
@@ -123,13 +123,19 @@ impl Mlp {
     /// Backward pass: returns the gradient of the input. The input of `down` is recomputed together with
     /// the gradients of gate and up, so the weight gradients of `down` come after the gradient of its
     /// input.
-    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Padded,
+        ctx: &Context,
+        accum: &GradAccumulator<'_>,
+    ) -> Result<Tensor> {
         let Saved { gate_linear, up_linear, down_linear, gate, up } = s;
         let like = match &up {
             Some(_) => gate.clone(),
             None => gate.narrow(1, 0, gate.dim(1)? / 2)?,
         };
-        let (dh, later) = self.down.backward_input(&down_linear, &like, dy, ctx, sink, None)?;
+        let (dh, later) = self.down.backward_input(&down_linear, &like, dy, ctx, accum, None)?;
         drop((like, down_linear));
         let rank = |l: &Linear| l.fused_rank_back(&dh, ctx);
         let stack = self.stack.as_ref().filter(|s| s.trains(self.first(), &dh));
@@ -141,17 +147,17 @@ impl Mlp {
             None => swiglu::backward_padded(self.glu, &gate, up.as_ref(), &dh, ranks)?,
             Some(later) => {
                 let (dg, du, h) = swiglu::backward_again(self.glu, &gate, up.as_ref(), dh, ranks)?;
-                later.add(&h, sink)?;
+                later.add(&h, accum)?;
                 (dg, du)
             }
         };
         drop((gate, up));
         if let (Some(stack), Some(up), Some(saved), Some(du)) = (stack, &self.up, &up_linear, &du) {
-            return stack.backward(vec![(&self.gate, &gate_linear, dg), (up, saved, du.clone())], sink);
+            return stack.backward(vec![(&self.gate, &gate_linear, dg), (up, saved, du.clone())], accum);
         }
-        let dx = self.gate.backward_padded(&gate_linear, &dg, ctx, sink, None)?;
+        let dx = self.gate.backward_padded(&gate_linear, &dg, ctx, accum, None)?;
         match (&self.up, up_linear, du) {
-            (Some(up), Some(saved), Some(du)) => up.backward_padded(&saved, &du, ctx, sink, Some(dx)),
+            (Some(up), Some(saved), Some(du)) => up.backward_padded(&saved, &du, ctx, accum, Some(dx)),
             _ => Ok(dx),
         }
     }

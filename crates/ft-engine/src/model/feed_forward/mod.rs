@@ -13,7 +13,8 @@
 //! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
 //! host.
 //!
-//! Experts may be split over ranks (`expert_parallel`): rows travel to the owners of their experts and back.
+//! Experts may be split over ranks (`expert_parallel`): rows are dispatched to the owners of
+//! their experts, and outputs combined.
 //!
 //! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate. Gemma 4 has a
 //! dense part beside the mixture ([`Beside`]), and factors on the gates.
@@ -30,7 +31,7 @@ mod types;
 pub use beside::Beside;
 #[cfg(test)]
 pub use expert_parallel::{FAULT, Fault};
-pub use expert_parallel::{LocalExperts, RowSpec, Served};
+pub use expert_parallel::{IdleSaved, LocalExperts, RowSpec};
 pub use mixture::Inputs;
 pub use mlp::Mlp;
 pub use shared::Shared;

@@ -3,7 +3,7 @@
 use super::mlp::{self, Mlp};
 use crate::model::linear::{self, Linear};
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::padded::Padded;
 use ft_kernels::{Tensor, swiglu, upcast};
@@ -43,13 +43,13 @@ impl Shared {
         s: SharedSaved,
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<Tensor> {
         let slope = (&s.open * (1.0 - &s.open)?)?;
         let dlogit = ((upcast(dy)? * upcast(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
         drop(s.out);
         let dout = dy.broadcast_mul(&s.open.to_dtype(dy.dtype())?)?;
-        let dx = self.mlp.backward(s.mlp, &Padded::of(&dout)?, ctx, sink)?;
-        self.gate.backward(&s.gate, &dlogit, ctx, sink, Some(dx))
+        let dx = self.mlp.backward(s.mlp, &Padded::of(&dout)?, ctx, accum)?;
+        self.gate.backward(&s.gate, &dlogit, ctx, accum, Some(dx))
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::model::linear::{Lora, Weight};
 use crate::model::pass::batch::DropoutKey;
-use crate::model::pass::sink::Slot;
+use crate::model::pass::grad_accumulator::Slot;
 use candle_core::DType;
 use candle_core::Device;
 use ft_kernels::attention::Sequences;
@@ -109,15 +109,15 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
     let (slots, len) = slots();
     // leftovers of an earlier step are overwritten or zeroed
     let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
-    let sink = Sink::new(&grads, slots.len()).over(slots.clone());
+    let accum = GradAccumulator::new(&grads, slots.len()).over(slots.clone());
     let (_, saved) = m.forward(Inputs::both(&x), &ctx, Some(Arc::clone(&groups)))?;
     assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
-    let dx = m.backward(saved, &dy, &ctx, &sink, None)?;
-    sink.settle(None)?;
+    let dx = m.backward(saved, &dy, &ctx, &accum, None)?;
+    accum.settle(None)?;
     let what = format!("dropout {dropout}, normalise {normalise}, {} threads", rayon::current_num_threads());
     let run = |m: &Mixture, x: &Tensor| Ok(m.forward(Inputs::both(x), &ctx, Some(Arc::clone(&groups)))?.0);
     gradient(&format!("{what}: x"), &x, &dx, &dy, |x| run(&m, x));
-    assert!(sink.reached().iter().all(|r| *r), "an idle expert counts as reached");
+    assert!(accum.reached().iter().all(|r| *r), "an idle expert counts as reached");
     for (i, slot) in slots.iter().enumerate() {
         let grad = slot.view(grads[0].as_ref().expect("a buffer"))?;
         gradient(&format!("{what}: tensor {i}"), &params[i], &grad, &dy, |t| {
@@ -135,7 +135,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
 }
 
 #[test]
-fn gradients_of_everything() -> Result<()> {
+fn gradients_of_a_mixture_match_finite_differences() -> Result<()> {
     // four experts have tokens: parallel with two threads, sequential with one
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
@@ -169,7 +169,7 @@ fn equal_experts_are_one_dense_block() -> Result<()> {
 /// Equal router rows make every choice a tie: lower experts win, and a replay under another router keeps
 /// the decision.
 #[test]
-fn ties_never_flip() -> Result<()> {
+fn ties_between_experts_go_to_the_lower_and_are_kept() -> Result<()> {
     let mut p = params()?;
     p[0] = Tensor::ones((E, D), DType::F64, &Device::Cpu)?;
     let m = mixture(&p, 0.0, 2, false)?;

@@ -72,7 +72,7 @@ pub(super) enum SavedExperts {
     /// Of all experts, computed together.
     Grouped(Box<grouped::Saved>),
     /// Of ranks that split them.
-    Away(Box<expert_parallel::Saved>),
+    Dispatched(Box<expert_parallel::Saved>),
 }
 
 impl Saved {
@@ -82,7 +82,7 @@ impl Saved {
         match &mut self.experts {
             SavedExperts::PerExpert(saved, _) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
             SavedExperts::Grouped(saved) => saved.x = None,
-            SavedExperts::Away(away) => away.drop_inputs(),
+            SavedExperts::Dispatched(dispatched) => dispatched.drop_inputs(),
         }
         if let Some(shared) = &mut self.shared {
             shared.mlp.drop_inputs();

@@ -2,7 +2,7 @@
 
 use super::forward::{Linear, Lora, Saved};
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::{Sink, Slot};
+use crate::model::pass::grad_accumulator::{GradAccumulator, Slot};
 use candle_core::Result;
 use ft_kernels::dropout::Mask;
 use ft_kernels::padded::Padded;
@@ -10,16 +10,16 @@ use ft_kernels::{Tensor, dora, gemm, is_half, scaled};
 
 impl Linear {
     /// Backward pass: returns the gradient of the input, added to `dx` if given. Gradients of trained
-    /// tensors go to the sink.
+    /// tensors go to the accumulator.
     pub fn backward(
         &self,
         saved: &Saved,
         dy: &Tensor,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
-        self.backward_padded(saved, &Padded::of(dy)?, ctx, sink, dx)
+        self.backward_padded(saved, &Padded::of(dy)?, ctx, accum, dx)
     }
 
     /// As [`Linear::backward`], for an output gradient with spare columns: see [`Linear::fused_rank_back`].
@@ -28,14 +28,14 @@ impl Linear {
         saved: &Saved,
         dy: &Padded,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
         let like = saved.x.as_ref().unwrap_or(dy.all());
-        let (dx, later) = self.backward_input(saved, like, dy, ctx, sink, dx)?;
+        let (dx, later) = self.backward_input(saved, like, dy, ctx, accum, dx)?;
         match (later, &saved.x) {
             (None, _) => {}
-            (Some(later), Some(x)) => later.add(x, sink)?,
+            (Some(later), Some(x)) => later.add(x, accum)?,
             (Some(_), None) => candle_core::bail!("backward without the input"),
         }
         Ok(dx)
@@ -49,13 +49,13 @@ impl Linear {
         like: &Tensor,
         dy: &Padded,
         ctx: &Context,
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
         dx: Option<Tensor>,
     ) -> Result<(Tensor, Option<DeferredGradients>)> {
         let padded = dy;
         let dy = &padded.values()?;
         if let Some(slot) = self.bias_slot {
-            sink.column_sums(slot, dy)?;
+            accum.column_sums(slot, dy)?;
         }
         let weight = self.weight_gradient(dy)?;
         let Some(lora) = &self.lora else {
@@ -68,15 +68,15 @@ impl Linear {
         let rank = self.fused_rank_back(dy, ctx);
         if rank > 0 && padded.room() >= rank {
             let du = padded.beside(rank)?;
-            lora.low_gradient_into(&du, dy, b_slot, (u, *u_rest), sink)?;
+            lora.low_gradient_into(&du, dy, b_slot, (u, *u_rest), accum)?;
             let dx = self.weight.backward_with(&padded.with(rank)?, &lora.a, dx)?;
             let a = DeferredA { slot: a_slot, du, factor: 1.0, mask: None };
             return Ok((dx, Some(DeferredGradients { weight, a: Some(a) })));
         }
         let mask = lora.mask(like, ctx)?;
         let k = mask.as_ref().map_or(1.0, |(_, k)| *k);
-        let dz = lora.unscaled(saved, dy, sink)?;
-        let (du, rest) = lora.low_gradient(&dz, k, b_slot, (u, *u_rest), sink)?;
+        let dz = lora.unscaled(saved, dy, accum)?;
+        let (du, rest) = lora.low_gradient(&dz, k, b_slot, (u, *u_rest), accum)?;
         let (dx, mask) = match mask {
             None => {
                 let dx = self.weight.backward(&dz, dx)?;
@@ -114,44 +114,44 @@ impl Linear {
 
 impl Lora {
     /// Gradient of `x A^T`, and the remaining part of the factor k s, which is rounded only where rounding
-    /// costs nothing. Adds the gradient of B to the sink, with the saved `u = x A^T` and its factor.
+    /// costs nothing. Adds the gradient of B to the accumulator, with the saved `u = x A^T` and its factor.
     fn low_gradient(
         &self,
         dz: &Tensor,
         k: f64,
         b_slot: Slot,
         u: (&Tensor, f64),
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<(Tensor, f64)> {
-        if let Some(du) = sink.factors(b_slot, dz, (&self.b, 1.0), u, None)? {
+        if let Some(du) = accum.factors(b_slot, dz, (&self.b, 1.0), u, None)? {
             return Ok((du, self.scale * k));
         }
-        sink.product(b_slot, dz, u.0, u.1)?;
+        accum.product(b_slot, dz, u.0, u.1)?;
         let du = gemm::matmul(dz, false, &self.b, false)?;
         Ok(if is_half(&du) { (du, self.scale * k) } else { ((du * self.scale)?, 1.0) })
     }
 
-    /// On CUDA, the gradient of `s x A^T`, written to `du`, and that of B, added to the sink.
+    /// On CUDA, the gradient of `s x A^T`, written to `du`, and that of B, added to the accumulator.
     pub(super) fn low_gradient_into(
         &self,
         du: &Tensor,
         dy: &Tensor,
         b_slot: Slot,
         u: (&Tensor, f64),
-        sink: &Sink<'_>,
+        accum: &GradAccumulator<'_>,
     ) -> Result<()> {
-        if sink.factors(b_slot, dy, (&self.b, self.scale), u, Some(du))?.is_none() {
-            sink.product(b_slot, dy, u.0, u.1)?;
+        if accum.factors(b_slot, dy, (&self.b, self.scale), u, Some(du))?.is_none() {
+            accum.product(b_slot, dy, u.0, u.1)?;
             gemm::matmul_into(du, dy, false, &self.b, false, self.scale)?;
         }
         Ok(())
     }
 
-    /// Gradient of the output before DoRA's magnitude; adds the magnitude's gradient to the sink.
-    fn unscaled(&self, saved: &Saved, dy: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
+    /// Gradient of the output before DoRA's magnitude; adds the magnitude's gradient to the accumulator.
+    fn unscaled(&self, saved: &Saved, dy: &Tensor, accum: &GradAccumulator<'_>) -> Result<Tensor> {
         let Some((z, g, inverse)) = &saved.dora else { return Ok(dy.clone()) };
         if let Some(slot) = self.dora.as_ref().and_then(|d| d.slot) {
-            sink.magnitude(slot, inverse, dy, z)?;
+            accum.magnitude(slot, inverse, dy, z)?;
         }
         dora::Scaling { g, add: 0.0, k: 1.0, others: None }.of(dy)
     }
@@ -177,14 +177,16 @@ struct DeferredA {
 
 impl DeferredGradients {
     /// Adds the gradients, given the input `x` `[t, i]`.
-    pub fn add(self, x: &Tensor, sink: &Sink<'_>) -> Result<()> {
+    pub fn add(self, x: &Tensor, accum: &GradAccumulator<'_>) -> Result<()> {
         if let Some((slot, dy)) = self.weight {
-            sink.product(slot, &dy, x, 1.0)?;
+            accum.product(slot, &dy, x, 1.0)?;
         }
         match self.a {
             None => Ok(()),
-            Some(DeferredA { slot, du, factor, mask: None }) => sink.product(slot, &du, x, factor),
-            Some(DeferredA { slot, du, factor, mask: Some(m) }) => sink.product(slot, &du, &m.of(x)?, factor),
+            Some(DeferredA { slot, du, factor, mask: None }) => accum.product(slot, &du, x, factor),
+            Some(DeferredA { slot, du, factor, mask: Some(m) }) => {
+                accum.product(slot, &du, &m.of(x)?, factor)
+            }
         }
     }
 }

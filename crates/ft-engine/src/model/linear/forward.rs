@@ -3,7 +3,7 @@
 use super::rows::Rows;
 use super::weight::Weight;
 use crate::model::pass::batch::Context;
-use crate::model::pass::sink::Slot;
+use crate::model::pass::grad_accumulator::Slot;
 use candle_core::Result;
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::Tensor;

@@ -3,7 +3,7 @@
 //! The current values are written into the frozen table before use, so products need no special case.
 //! Gradients are summed by token; for a head, they use only the matching columns of the logits' gradient.
 
-use crate::model::pass::sink::Slot;
+use crate::model::pass::grad_accumulator::Slot;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use std::sync::Arc;

@@ -7,7 +7,7 @@
 
 use super::forward::{Linear, Lora, Saved};
 use super::weight::Weight;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::tiles::FEW;
@@ -64,8 +64,8 @@ impl Stack {
     }
 
     /// Backward pass of all linears in turn: returns the gradient of their input. Gradients of trained tensors go to
-    /// the sink.
-    pub fn backward(&self, members: Vec<Member<'_>>, sink: &Sink<'_>) -> Result<Tensor> {
+    /// the accumulator.
+    pub fn backward(&self, members: Vec<Member<'_>>, accum: &GradAccumulator<'_>) -> Result<Tensor> {
         let Some((last, saved, dy)) = members.last() else { candle_core::bail!("{NONE}") };
         let (Some(x), (t, _)) = (saved.x.clone(), dy.dims()) else { candle_core::bail!("{NONE}") };
         let all = self.all();
@@ -85,9 +85,9 @@ impl Stack {
             };
             let values = dy.values()?;
             if let Some(slot) = linear.bias_slot {
-                sink.column_sums(slot, &values)?;
+                accum.column_sums(slot, &values)?;
             }
-            lora.low_gradient_into(&du.narrow(1, at, rank)?, &values, b_slot, (u, *rest), sink)?;
+            lora.low_gradient_into(&du.narrow(1, at, rank)?, &values, b_slot, (u, *rest), accum)?;
             dx = Some(match dx {
                 dx if beside && n + 1 == count => linear.weight.backward_with(&dy.with(all)?, &self.a, dx)?,
                 dx => linear.weight.backward(&values, dx)?,
@@ -99,7 +99,7 @@ impl Stack {
         if !beside {
             gemm::matmul_acc(&dx, &du, false, &self.a, false, 1.0)?;
         }
-        sink.products(&slots, &du, &x, 1.0)?;
+        accum.products(&slots, &du, &x, 1.0)?;
         Ok(dx)
     }
 }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::model::pass::batch::DropoutKey;
-use crate::model::pass::sink::Sink;
+use crate::model::pass::grad_accumulator::GradAccumulator;
 use crate::quant::{CodeTables, Encoded};
 use candle_core::DType;
 use candle_core::Device;
@@ -83,7 +83,7 @@ fn with(l: &Linear, index: usize, t: &Tensor) -> Result<Linear> {
 }
 
 #[test]
-fn gradients_of_every_kind() -> Result<()> {
+fn gradients_of_linears_match_finite_differences() -> Result<()> {
     for kind in [
         "full",
         "lora",
@@ -100,14 +100,14 @@ fn gradients_of_every_kind() -> Result<()> {
         let (x, dy) = (randn(10, (T, I), DType::F64)?, randn(11, (T, O), DType::F64)?);
         let (slots, len) = slots();
         let grads = vec![Some(Tensor::zeros(len, DType::F64, &Device::Cpu)?)];
-        let sink = Sink::new(&grads, 5);
+        let accum = GradAccumulator::new(&grads, 5);
         let (_, saved) = l.forward(&x, &ctx)?;
-        let dx = l.backward(&saved, &dy, &ctx, &sink, None)?;
+        let dx = l.backward(&saved, &dy, &ctx, &accum, None)?;
         gradient(&format!("{kind}: x"), &x, &dx, &dy, |x| Ok(l.forward(x, &ctx)?.0));
         // added to existing values
-        let more = l.backward(&saved, &dy, &ctx, &Sink::new(&grads, 5), Some(dx.copy()?))?;
+        let more = l.backward(&saved, &dy, &ctx, &GradAccumulator::new(&grads, 5), Some(dx.copy()?))?;
         close(&more, &(&dx * 2.0)?, 1e-12);
-        let reached = sink.reached();
+        let reached = accum.reached();
         for (i, slot) in slots.iter().enumerate().filter(|(i, _)| reached[*i]) {
             let flat = grads[0].as_ref().expect("a buffer");
             let grad = (slot.view(flat)? / 2.0)?;
@@ -230,7 +230,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
             let ctx = context(true)?;
             let grads = vec![Some(Tensor::zeros(offset, sums, &Device::Cpu)?)];
             let (y, saved) = l.forward(&x, &ctx)?;
-            let dx = l.backward(&saved, &dy, &ctx, &Sink::new(&grads, 3), None)?;
+            let dx = l.backward(&saved, &dy, &ctx, &GradAccumulator::new(&grads, 3), None)?;
             let trained = if kind.contains("dora") { &slots[..] } else { &slots[..2] };
             let flat = grads[0].as_ref().expect("a buffer");
             let grads = trained.iter().map(|s| s.view(flat)).collect::<Result<Vec<_>>>()?;

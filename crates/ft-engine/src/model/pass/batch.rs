@@ -8,7 +8,7 @@ use super::shared_state::SharedState;
 use super::stage_boundary::Rows;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
-use crate::ranks::{At, Comm, words_of};
+use crate::ranks::{CollectiveId, Comm, words_of};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
@@ -17,7 +17,6 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
-use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -34,9 +33,9 @@ pub struct DropoutKey {
 
 /// Ranks that split the experts of mixtures.
 #[derive(Clone, Copy)]
-pub struct Peers<'a>(pub &'a dyn Comm);
+pub struct ExpertGroup<'a>(pub &'a dyn Comm);
 
-impl fmt::Debug for Peers<'_> {
+impl fmt::Debug for ExpertGroup<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} of {}", self.0.rank(), self.0.world())
     }
@@ -44,25 +43,25 @@ impl fmt::Debug for Peers<'_> {
 
 /// Ranks with tokens of the same micro-batch.
 #[derive(Clone)]
-pub struct Sharers<'a> {
+pub struct MicroBatchGroup<'a> {
     /// Ranks with tokens of the same rows.
     pub comm: &'a dyn Comm,
     /// Those with tokens of this micro-batch.
     pub active: Vec<usize>,
 }
 
-impl Sharers<'_> {
+impl MicroBatchGroup<'_> {
     /// All-gathers numbers among the ranks with tokens, in rank order.
     ///
     /// # Errors
     /// A lost rank.
-    pub fn all_gather(&self, at: At, own: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+    pub fn all_gather(&self, at: CollectiveId, own: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
         let all = self.comm.all_gather_bytes_among(&self.active, at, bytemuck::cast_slice(own), true)?;
-        Ok(all.iter().map(|bytes| words_of(bytes)).collect())
+        Ok(all.iter().map(|bytes| words_of(bytes).collect()).collect())
     }
 }
 
-impl fmt::Debug for Sharers<'_> {
+impl fmt::Debug for MicroBatchGroup<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} of {}", self.active, self.comm.world())
     }
@@ -85,9 +84,9 @@ pub struct Context<'a> {
     /// Segments over the ranks of a context group, in place of `seqs`.
     pub context_parallel: Option<Arc<ContextParallel<'a>>>,
     /// Ranks with tokens of the same micro-batch, if there are several.
-    pub sharers: Option<Arc<Sharers<'a>>>,
+    pub micro_batch_group: Option<Arc<MicroBatchGroup<'a>>>,
     /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
-    pub cut: Option<Arc<SequenceParallel<'a>>>,
+    pub sequence_parallel: Option<Arc<SequenceParallel<'a>>>,
     /// Ranks with other heads of the same tokens, if there are some.
     pub columns: Option<Columns<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
@@ -98,9 +97,9 @@ pub struct Context<'a> {
     /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
     /// Ranks that split the experts, if they do.
-    pub experts: Option<Peers<'a>>,
+    pub experts: Option<ExpertGroup<'a>>,
     /// State that layers hand to later ones.
-    pub between: Arc<SharedState>,
+    pub shared_state: Arc<SharedState>,
 }
 
 impl<'a> Context<'a> {
@@ -109,36 +108,44 @@ impl<'a> Context<'a> {
         Self {
             seqs,
             context_parallel: None,
-            sharers: None,
-            cut: None,
+            micro_batch_group: None,
+            sequence_parallel: None,
             columns: None,
             ropes,
             dropout,
             rows: None,
             experts: None,
-            between: Arc::default(),
+            shared_state: Arc::default(),
         }
     }
 
     /// The same context for a pass with this state between its layers, among ranks that split the experts.
-    pub fn for_pass(&self, between: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
-        let cut = self.cut.as_ref().map(|cut| Arc::new(cut.for_pass(between)));
-        Self { experts: experts.map(Peers), between: Arc::clone(between), cut, ..self.clone() }
+    pub fn for_pass(&self, shared_state: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
+        let sequence_parallel = self
+            .sequence_parallel
+            .as_ref()
+            .map(|sequence_parallel| Arc::new(sequence_parallel.for_pass(shared_state)));
+        Self {
+            experts: experts.map(ExpertGroup),
+            shared_state: Arc::clone(shared_state),
+            sequence_parallel,
+            ..self.clone()
+        }
     }
 
     /// Context of all tokens, for blocks with cut matrices.
     pub fn whole(&self) -> &Self {
-        self.cut.as_ref().map_or(self, |cut| cut.whole())
+        self.sequence_parallel.as_ref().map_or(self, |sequence_parallel| sequence_parallel.whole())
     }
 
     /// Whether the rank has no tokens, but one row that no other rank sees.
     pub fn is_idle(&self) -> bool {
-        self.cut.as_ref().is_some_and(|cut| cut.is_idle())
+        self.sequence_parallel.as_ref().is_some_and(|sequence_parallel| sequence_parallel.is_idle())
     }
 
     /// Spare columns of a tensor that a block takes: none if it is gathered first.
     pub fn room(&self, rank: usize) -> usize {
-        if self.cut.is_some() { 0 } else { rank }
+        if self.sequence_parallel.is_some() { 0 } else { rank }
     }
 
     /// Lengths of the documents of the micro-batch.
@@ -165,7 +172,7 @@ impl<'a> Context<'a> {
 pub struct Batch<'a> {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
-    /// On a device: tokens of the embedding's gradient, sorted by id, without the padding token.
+    /// Tokens of the embedding's gradient, sorted by id, without the padding token; `None` on the CPU if they are all.
     pub by_id: Option<ById>,
     /// The padding token, if it is among the ids.
     pub pad: Option<u32>,
@@ -283,7 +290,7 @@ impl<'a> Batch<'a> {
             seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
         }
         let pad = config.pad.filter(|pad| host.ids.contains(pad));
-        let by_id = (!device.is_cpu()).then(|| sorted(host.ids, pad));
+        let by_id = (!device.is_cpu() || pad.is_some()).then(|| sorted(host.ids, pad));
         Ok(Self {
             ids,
             by_id,
@@ -318,26 +325,21 @@ impl<'a> Batch<'a> {
         Ok(self)
     }
 
-    /// Tokens of the embedding's gradient, sorted by id, without the padding token; `None` on the CPU if they are all.
-    ///
-    /// # Errors
-    /// Ids that are no list of u32.
-    pub fn embedded(&self) -> candle_core::Result<Option<Cow<'_, ById>>> {
-        match (&self.by_id, self.pad) {
-            (Some(by_id), _) => Ok(Some(Cow::Borrowed(by_id))),
-            (None, Some(pad)) => Ok(Some(Cow::Owned(sorted(&self.ids.to_vec1::<u32>()?, Some(pad))))),
-            (None, None) => Ok(None),
-        }
-    }
-
     /// Number of tokens, and of those of all ranks that cut the same matrices.
     pub fn rows(&self) -> Rows {
-        Rows { own: self.tokens, attended: self.context.cut.as_ref().map_or(self.tokens, |cut| cut.tokens()) }
+        Rows {
+            own: self.tokens,
+            attended: self
+                .context
+                .sequence_parallel
+                .as_ref()
+                .map_or(self.tokens, |sequence_parallel| sequence_parallel.tokens()),
+        }
     }
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn among(
+    pub fn with_context_parallel(
         self,
         context_parallel: Arc<ContextParallel<'a>>,
         tokens: Vec<u32>,
@@ -357,15 +359,20 @@ impl<'a> Batch<'a> {
 
     /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn cut(self, cut: SequenceParallel<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn with_sequence_parallel(
+        self,
+        sequence_parallel: SequenceParallel<'a>,
+        tokens: Vec<u32>,
+        targets: Vec<u32>,
+    ) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
-        let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };
+        let context = Context { sequence_parallel: Some(Arc::new(sequence_parallel)), rows, ..self.context };
         Self { context, target_numbers: Some(targets), ..self }
     }
 
     /// The same, with the ranks that have tokens of the micro-batch.
-    pub fn shared(mut self, sharers: Sharers<'a>) -> Self {
-        self.context.sharers = Some(Arc::new(sharers));
+    pub fn with_group(mut self, micro_batch_group: MicroBatchGroup<'a>) -> Self {
+        self.context.micro_batch_group = Some(Arc::new(micro_batch_group));
         self
     }
 
@@ -384,7 +391,7 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// Lists of other lengths; device errors.
-    pub fn taught(
+    pub fn with_teacher(
         self,
         (kept, ids, logits): (usize, &[u32], &[f32]),
         by: Distillation,

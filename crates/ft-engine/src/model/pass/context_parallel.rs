@@ -5,7 +5,7 @@
 //! queries. In the backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
 
 use super::count_exchange;
-use crate::ranks::{At, Comm};
+use crate::ranks::{CollectiveId, Comm};
 use candle_core::{DType, Result};
 use ft_base::memory::place;
 use ft_kernels::attention::{self, Causal, Sequences};
@@ -307,7 +307,7 @@ impl<'a> ContextParallel<'a> {
             Some(Fault::Lost) if place::now().1 == 2 => candle_core::bail!("a fault of a test"),
             _ => {}
         }
-        let at = At::unit(what, place::now().1);
+        let at = CollectiveId::unit(what, place::now().1);
         let sent = comm.exchange_among(&self.active, at, out, into).and_then(|arrival| Ok(arrival.wait()?));
         sent.map_err(candle_core::Error::wrap)
     }

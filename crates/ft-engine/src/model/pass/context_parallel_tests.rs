@@ -41,7 +41,9 @@ fn on_many(
         ft_base::memory::place::follow();
         let context_parallel = ContextParallel::new(&comm, docs, all.to_vec());
         // All have ended before one leaves.
-        let end = || comm.all_gather_bytes(At::all("the end"), &[], true).map_err(candle_core::Error::wrap);
+        let end = || {
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true).map_err(candle_core::Error::wrap)
+        };
         if context_parallel.own().is_empty() {
             return end().map(|_| (Vec::new(), 0));
         }
@@ -147,7 +149,7 @@ fn a_row_may_be_cut_anywhere() {
 
 /// Keys travel only if some query sees them, and only once a pass.
 #[test]
-fn keys_that_no_query_sees_stay() {
+fn keys_that_no_query_sees_are_not_sent() {
     let bytes = |docs: &[usize], window| {
         let all = segments(docs, 2);
         on_many(docs, window, &all, false).expect("two ranks").1

@@ -1,17 +1,17 @@
-//! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the sink.
+//! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the accumulator.
 
 pub mod batch;
 pub mod context_parallel;
+pub mod grad_accumulator;
 pub mod sequence_parallel;
 pub mod shared_state;
-pub mod sink;
 pub mod stage_boundary;
 
-use crate::ranks::Piece;
+use crate::ranks::PeerTensor;
 use ft_kernels::ledger::{Cost, Peers};
 
 /// Accounts for an exchange and the bytes that it brings, in a plan.
-fn count_exchange(peers: Peers, into: &[Piece]) {
+fn count_exchange(peers: Peers, into: &[PeerTensor]) {
     let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
     if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
         ledger.work(Cost::exchange(peers, bytes));

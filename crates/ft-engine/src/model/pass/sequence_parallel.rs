@@ -8,7 +8,7 @@
 use super::batch::Context;
 use super::count_exchange;
 use super::shared_state::SharedState;
-use crate::ranks::{At, Comm};
+use crate::ranks::{CollectiveId, Comm};
 use candle_core::{DType, Result};
 use ft_base::memory::place;
 use ft_kernels::ledger::Peers;
@@ -84,7 +84,7 @@ fn exchange(
         count_exchange(Peers::Tensor, into);
         return Ok(());
     };
-    let at = At::unit(what, place::now().1);
+    let at = CollectiveId::unit(what, place::now().1);
     let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
     sent.map_err(candle_core::Error::wrap)
 }
@@ -146,8 +146,8 @@ impl<'a> SequenceParallel<'a> {
     }
 
     /// The same for a pass with this state between its layers.
-    pub fn for_pass(&self, between: &Arc<SharedState>) -> Self {
-        let whole = Context { between: Arc::clone(between), ..self.whole.clone() };
+    pub fn for_pass(&self, shared_state: &Arc<SharedState>) -> Self {
+        let whole = Context { shared_state: Arc::clone(shared_state), ..self.whole.clone() };
         Self { parts: self.parts.clone(), whole, ..*self }
     }
 

@@ -63,46 +63,48 @@ impl StageBoundary {
     }
 
     /// Takes from a pass what layers above need.
-    pub fn up(&self, between: &SharedState) -> Result<Vec<Tensor>> {
-        let inputs = self.inputs.iter().map(|(width, layers)| between.inputs_of(layers.clone(), *width));
+    pub fn forward_tensors(&self, shared_state: &SharedState) -> Result<Vec<Tensor>> {
+        let inputs = self.inputs.iter().map(|(width, layers)| shared_state.inputs_of(layers.clone(), *width));
         let mut out = inputs.collect::<Result<Vec<_>>>()?;
         for (l, _) in &self.keys {
-            out.extend(between.keys(*l)?);
+            out.extend(shared_state.keys(*l)?);
         }
         Ok(out)
     }
 
     /// Starts a pass above with what came up.
-    pub fn arrive(&self, between: &SharedState, came: Vec<Tensor>) -> Result<()> {
+    pub fn set_forward_tensors(&self, shared_state: &SharedState, came: Vec<Tensor>) -> Result<()> {
         let mut came = came.into_iter();
         if let Some((_, layers)) = &self.inputs {
-            between.set_inputs_of(layers.start, next(&mut came)?, self.wants);
+            shared_state.set_inputs_of(layers.start, next(&mut came)?, self.wants);
         }
         self.keys.iter().try_for_each(|(l, _)| {
-            between.lend_keys(*l, [next(&mut came)?, next(&mut came)?]);
+            shared_state.lend_keys(*l, [next(&mut came)?, next(&mut came)?]);
             Ok(())
         })
     }
 
     /// Takes the gradients for layers below from a pass above.
-    pub fn down(&self, between: &SharedState) -> Result<Vec<Tensor>> {
+    pub fn backward_tensors(&self, shared_state: &SharedState) -> Result<Vec<Tensor>> {
         let mut out = Vec::new();
         if self.inputs.is_some() && self.wants {
-            out.push(between.d_inputs()?);
+            out.push(shared_state.d_inputs()?);
         }
         for (l, _) in &self.keys {
-            out.extend(between.d_keys(*l)?);
+            out.extend(shared_state.d_keys(*l)?);
         }
         Ok(out)
     }
 
     /// Gives a pass below the gradients that came down.
-    pub fn arrive_back(&self, between: &SharedState, came: Vec<Tensor>) -> Result<()> {
+    pub fn set_backward_tensors(&self, shared_state: &SharedState, came: Vec<Tensor>) -> Result<()> {
         let mut came = came.into_iter();
         if self.inputs.is_some() && self.wants {
-            between.give_topmost(&next(&mut came)?)?;
+            shared_state.give_topmost(&next(&mut came)?)?;
         }
-        self.keys.iter().try_for_each(|(l, _)| between.give_keys(*l, [next(&mut came)?, next(&mut came)?]))
+        self.keys
+            .iter()
+            .try_for_each(|(l, _)| shared_state.give_keys(*l, [next(&mut came)?, next(&mut came)?]))
     }
 }
 

@@ -3,8 +3,8 @@
 use super::allocate::Allocate;
 use super::shard::{Shard, common};
 use super::split::{FlatKind, Split};
-use crate::model::sink::Slot;
-use crate::ranks::{At, Comm};
+use crate::model::grad_accumulator::Slot;
+use crate::ranks::{CollectiveId, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::{self, Locked, PendingTransfer};
@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 /// A range of a flat buffer.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct LocalShard {
     /// Element range in the buffer.
     pub at: Range<usize>,
     pub values: Tensor,
 }
 
-impl Held {
+impl LocalShard {
     pub(crate) fn zeros(at: Range<usize>, device: &Device) -> Result<Self> {
         Ok(Self { values: Tensor::zeros(at.len(), DType::F32, device)?, at })
     }
@@ -67,7 +67,7 @@ impl Held {
 #[derive(Clone, Debug)]
 pub struct Buffer {
     /// Permanent part: the whole buffer or this rank's range, on the device or the host.
-    pub held: Held,
+    pub held: LocalShard,
     /// Full buffer on the device; layers have views of it. If separate from `held`, memory is only
     /// allocated while the unit is gathered.
     pub whole: Tensor,
@@ -82,7 +82,7 @@ impl Buffer {
     /// A permanent, fully held buffer.
     pub(crate) fn replicated(len: usize, dtype: DType, device: &Device) -> Result<Self> {
         let whole = Tensor::zeros(len, dtype, device)?;
-        let held = Held { at: 0..len, values: whole.clone() };
+        let held = LocalShard { at: 0..len, values: whole.clone() };
         Ok(Self { held, whole, kind: FlatKind::Whole, shard: Shard::default(), _locked: None })
     }
 
@@ -94,11 +94,11 @@ impl Buffer {
         let at = what.split.shard(kind).held(whole.elem_count(), 3);
         let home = if what.offload_weights { &Device::Cpu } else { whole.real()?.device() };
         let values = Tensor::zeros(at.len(), whole.dtype(), home)?;
-        Self::of(Held { at, values }, whole, kind, what)
+        Self::of(LocalShard { at, values }, whole, kind, what)
     }
 
     /// A buffer to be gathered, with the given permanent part.
-    pub(crate) fn of(held: Held, whole: Tensor, kind: FlatKind, what: Allocate) -> Result<Self> {
+    pub(crate) fn of(held: LocalShard, whole: Tensor, kind: FlatKind, what: Allocate) -> Result<Self> {
         let lock = what.pin && what.offload_weights;
         let locked = lock.then(|| Locked::new(held.values.real()?, whole.real()?.device())).transpose()?;
         Ok(Self { held, whole, kind, shard: what.split.shard(kind), _locked: locked.map(Arc::new) })
@@ -115,7 +115,12 @@ impl Buffer {
     }
 
     /// Starts gathering the full buffer. `comm` are all ranks.
-    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<PendingTransfer> {
+    pub(crate) fn gather(
+        &self,
+        at: CollectiveId,
+        split: &Split,
+        comm: &dyn Comm,
+    ) -> ft_base::Result<PendingTransfer> {
         allocate(&self.whole)?;
         if self.shard.is_split() {
             let parts = self.shard.parts(self.whole.elem_count());

@@ -4,7 +4,7 @@ use super::moments::is_large;
 use super::projected::Projection;
 use super::shard::ALIGN;
 use crate::adapters::{Part, Trained};
-use crate::model::sink::Slot;
+use crate::model::grad_accumulator::Slot;
 use candle_core::DType;
 use ft_recipe::Method;
 use std::collections::BTreeSet;

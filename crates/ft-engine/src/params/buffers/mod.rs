@@ -9,7 +9,7 @@ pub mod projected;
 mod shard;
 mod split;
 
-pub use buffer::{Buffer, Held};
+pub use buffer::{Buffer, LocalShard};
 pub use piece::{Piece, aligned_of, cut_module, is_cut};
 pub use shard::{ALIGN, Shard, common};
 pub use split::{FlatKind, Split};

@@ -1,6 +1,6 @@
 //! AdamW's moments for this rank's part of a unit's buffer: f32, or 8 bits for large tensors.
 
-use super::buffer::Held;
+use super::buffer::LocalShard;
 use super::shard::common;
 use candle_core::{DType, Device, Result};
 use ft_kernels::optimizer::{BLOCK, EightBit, finite, maps};
@@ -12,14 +12,14 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Moments {
     /// 8-bit moments of large tensors; `None` if all are f32.
-    coded: Option<Coded>,
+    coded: Option<EightBitRange>,
     /// f32 moments of the remaining tensors.
-    wide: [Held; 2],
+    wide: [LocalShard; 2],
 }
 
 /// 8-bit moments.
 #[derive(Debug)]
-struct Coded {
+struct EightBitRange {
     /// Element range in the buffer; block-aligned, except for the end.
     at: Range<usize>,
     all: EightBit,
@@ -27,9 +27,9 @@ struct Coded {
 
 /// Views of the moments of a range.
 #[derive(Debug)]
-pub enum Of {
-    Wide([Tensor; 2]),
-    Coded(Box<EightBit>),
+pub enum MomentsView {
+    F32([Tensor; 2]),
+    EightBit(Box<EightBit>),
 }
 
 impl Moments {
@@ -37,13 +37,13 @@ impl Moments {
     /// in 8 bits.
     pub(crate) fn new(at: &Range<usize>, large: usize, home: &Device) -> Result<Self> {
         let (coded, wide) = (common(at, &(0..large)), common(at, &(large..at.end.max(large))));
-        let (n, wide) = (coded.len(), || Held::zeros(wide.clone(), home));
+        let (n, wide) = (coded.len(), || LocalShard::zeros(wide.clone(), home));
         // Zero everywhere, including the gaps between tensors, which checkpoints do not store.
         let codes = |zero: u8| Real::full(zero, n, home).map(Tensor::Real);
         let scales = || Tensor::zeros(n.div_ceil(BLOCK), DType::F32, home);
         let coded = match n {
             0 => None,
-            _ => Some(Coded {
+            _ => Some(EightBitRange {
                 at: coded,
                 all: EightBit {
                     codes: [codes(optimizer::ZERO[0])?, codes(optimizer::ZERO[1])?],
@@ -64,11 +64,11 @@ impl Moments {
     ///
     /// # Errors
     /// A range not fully held by this rank, or not starting at a block boundary.
-    pub fn of(&self, range: Range<usize>) -> Result<Of> {
+    pub fn of(&self, range: Range<usize>) -> Result<MomentsView> {
         let Some(c) = self.coded.as_ref().filter(|c| c.at.start <= range.start && range.end <= c.at.end)
         else {
             let [m, v] = &self.wide;
-            return Ok(Of::Wide([m.of(range.clone())?, v.of(range)?]));
+            return Ok(MomentsView::F32([m.of(range.clone())?, v.of(range)?]));
         };
         let start = range.start - c.at.start;
         if !start.is_multiple_of(BLOCK) {
@@ -77,7 +77,7 @@ impl Moments {
         let [m, v] = &c.all.codes;
         let codes = |t: &Tensor| t.narrow(0, start, range.len());
         let scales = |t: &Tensor| t.narrow(0, start / BLOCK, range.len().div_ceil(BLOCK));
-        Ok(Of::Coded(Box::new(EightBit {
+        Ok(MomentsView::EightBit(Box::new(EightBit {
             codes: [codes(m)?, codes(v)?],
             scales: [scales(&c.all.scales[0])?, scales(&c.all.scales[1])?],
             maps: c.all.maps.clone(),
@@ -91,9 +91,9 @@ impl Moments {
     pub fn finite(&self, range: &Range<usize>) -> Result<bool> {
         for part in self.parts(range).into_iter().filter(|r| !r.is_empty()) {
             let [m, v] = match self.of(part)? {
-                Of::Wide(all) => all,
+                MomentsView::F32(all) => all,
                 // Codes are fractions of a scale, so checking the scales is enough.
-                Of::Coded(all) => all.scales,
+                MomentsView::EightBit(all) => all.scales,
             };
             if !(finite(&m)? && finite(&v)?) {
                 return Ok(false);

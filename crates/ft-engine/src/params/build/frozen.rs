@@ -15,7 +15,7 @@ const MOST: usize = 1 << 48;
 
 /// Location in a unit's frozen buffers.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct FrozenSlot {
     buffer: usize,
     start: usize,
     len: usize,
@@ -28,7 +28,7 @@ pub struct FrozenUnit<'a> {
     device: &'a Device,
     /// Buffers with the number of values placed so far, and the ranks that hold copies.
     buffers: Vec<(Tensor, usize, FlatKind)>,
-    unread: Vec<(Place, LazyVector<'a>)>,
+    unread: Vec<(FrozenSlot, LazyVector<'a>)>,
 }
 
 impl<'a> FrozenUnit<'a> {
@@ -38,7 +38,7 @@ impl<'a> FrozenUnit<'a> {
     }
 
     /// Reserves space for a vector and returns a view.
-    pub fn place(&mut self, kind: FlatKind, dtype: DType, len: usize) -> Result<(Place, Tensor)> {
+    pub fn place(&mut self, kind: FlatKind, dtype: DType, len: usize) -> Result<(FrozenSlot, Tensor)> {
         let buffer = match self.buffers.iter().position(|(b, _, k)| b.dtype() == dtype && *k == kind) {
             Some(buffer) => buffer,
             None => {
@@ -49,7 +49,7 @@ impl<'a> FrozenUnit<'a> {
         let (all, used, _) = &mut self.buffers[buffer];
         let (start, view) = (*used, all.narrow(0, *used, len)?);
         *used = (start + len).next_multiple_of(ALIGN);
-        Ok((Place { buffer, start, len }, view))
+        Ok((FrozenSlot { buffer, start, len }, view))
     }
 
     /// Places a vector to be read by [`FrozenUnit::end`]; returns a view.
@@ -80,7 +80,7 @@ impl<'a> FrozenUnit<'a> {
     }
 }
 
-impl Place {
+impl FrozenSlot {
     /// Writes the locally held part of a vector into the unit's `buffers`.
     pub fn set(&self, buffers: &[Buffer], values: &ft_kernels::Real) -> Result<()> {
         match buffers.get(self.buffer) {

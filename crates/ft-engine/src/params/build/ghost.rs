@@ -5,10 +5,10 @@ use crate::adapters::{Choice, Part, peft};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::LocalExperts;
+use crate::model::grad_accumulator::Slot;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
-use crate::model::sink::Slot;
 use crate::params::buffers::{ALIGN, cut_module, is_cut};
 use crate::quant;
 use candle_core::{DType, Shape};
@@ -106,9 +106,17 @@ impl<'a> Ghosts<'a> {
         choices: impl Iterator<Item = (&'a str, Choice)>,
         (quantize, stays): (Quantize, bool),
     ) -> Self {
-        let (choices, rooms) = (choices.collect(), stays && ledger.machine().cuda);
-        let (own, cut_over, used, last_a) = (None, 1, 0, None);
-        Self { ledger, dtype, choices, quantize, own, cut_over, rooms, used, last_a }
+        Self {
+            ledger,
+            dtype,
+            choices: choices.collect(),
+            quantize,
+            own: None,
+            cut_over: 1,
+            rooms: stays && ledger.machine().cuda,
+            used: 0,
+            last_a: None,
+        }
     }
 
     /// Gradient buffers for a unit of a model with these weights: of whole tensors, then of pieces, then of experts,
@@ -284,7 +292,7 @@ mod tests {
 
     /// Gate and up of fused experts have one A, with one gradient.
     #[test]
-    fn what_is_shared_in_a_run_is_shared_in_its_plan() -> anyhow::Result<()> {
+    fn the_shared_a_of_fused_experts_is_shared_in_the_plan() -> anyhow::Result<()> {
         let config = tiny_qwen3_5_moe();
         let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"experts\"]\n\
                     [data]\ntrain = [{ source = \"x\", format = \"text\" }]\n";

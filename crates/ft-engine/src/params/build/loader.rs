@@ -3,21 +3,21 @@
 
 use super::build::Build;
 use super::check::{check_full, four_bit};
-use super::frozen::{FrozenUnit, Place};
+use super::frozen::{FrozenSlot, FrozenUnit};
 use crate::adapters::{Choice, Part, peft};
 use crate::load::{self, FourBit};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::LocalExperts;
+use crate::model::grad_accumulator::Slot;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Kind, MlpTree, Module};
-use crate::model::sink::Slot;
 use crate::model::{Decoder, Units};
 use crate::params::Params;
 use crate::params::buffers::{FlatKind, Piece, Shard, cut_module};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
-use crate::ranks::{self, At, Comm, Threads};
+use crate::ranks::{self, CollectiveId, Comm, Threads};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
@@ -59,7 +59,7 @@ struct Norms {
     weight: Weight,
     lora: Lora,
     /// DoRA: index of the magnitude among the trained tensors, and location of the squared row norms.
-    dora: Option<(usize, Place)>,
+    dora: Option<(usize, FrozenSlot)>,
 }
 
 impl<'a> Loader<'a> {
@@ -220,7 +220,7 @@ impl<'a> Loader<'a> {
         let unread = || self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?.cut(&m.name, &piece);
         let blocks = match self.split.as_mut().filter(|_| apart) {
             Some(split) => {
-                unread()?.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(kind, u)?))?
+                unread()?.materialize(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(kind, u)?))?
             }
             None if piece.dim().is_some() => unread()?.whole(self.b.dtype, &mut self.books)?,
             None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
@@ -535,7 +535,7 @@ fn all_scales(
     let mine = Real::from_vec(mine, blocks(&parts[shard.rank]).len(), &Device::Cpu)?;
     let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
     const WHAT: &str = "the gathering of scales";
-    let at = m.layer.map_or(At::all(WHAT), |l| At::unit(WHAT, l + 1));
+    let at = m.layer.map_or(CollectiveId::all(WHAT), |l| CollectiveId::unit(WHAT, l + 1));
     comm.all_gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }

@@ -3,7 +3,7 @@
 use super::monitor::Monitor;
 use super::transport::{Round, Transport};
 use crate::ranks::callbacks::Callback;
-use crate::ranks::comm::{At, Comm, Error, Piece, Received, Said, words_of};
+use crate::ranks::comm::{CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader, words_of};
 use crate::ranks::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
@@ -52,7 +52,7 @@ impl Processes {
     pub(super) fn exchange(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>, Error> {
@@ -72,7 +72,7 @@ impl Processes {
         let mut lens = vec![0; world];
         for other in &others {
             let (words, inline) = back.into[*other].split_at(header);
-            let mut words = words_of(words).into_iter();
+            let mut words = words_of(words);
             if words.next() != Some(key) {
                 let why = format!("it is in another collective than rank {rank}, in {at}: a bug in ft");
                 let e = self.monitor.error(*other, why, ExitCode::Internal);
@@ -131,7 +131,7 @@ impl Comm for Processes {
     fn all_gather_bytes_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: &[u8],
         timed: bool,
     ) -> Result<Vec<Vec<u8>>> {
@@ -141,15 +141,20 @@ impl Comm for Processes {
     fn reduce_scatter_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece(members));
-        let said =
-            self.exchange(members, at, &Said { gives: part.is_some(), range: range.clone() }.bytes(), true)?;
-        let said: Vec<Said> = said.iter().map(|bytes| Said::of(bytes)).collect();
+        let said = self.exchange(
+            members,
+            at,
+            &ReduceScatterHeader { gives: part.is_some(), range: range.clone() }.bytes(),
+            true,
+        )?;
+        let said: Vec<ReduceScatterHeader> =
+            said.iter().map(|bytes| ReduceScatterHeader::of(bytes)).collect();
         self.received.count(at, size_of::<f32>() * range.len() * (members.len() - 1));
         let most = said.iter().map(|s| s.range.len()).max().unwrap_or(0);
         let mut round = Round::new(world, self.others(members));
@@ -186,7 +191,7 @@ impl Comm for Processes {
     fn all_gather_among(
         &self,
         members: &[usize],
-        at: At,
+        at: CollectiveId,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -221,19 +226,19 @@ impl Comm for Processes {
     fn exchange_among(
         &self,
         members: &[usize],
-        at: At,
-        out: &[Piece],
-        into: &[Piece],
+        at: CollectiveId,
+        out: &[PeerTensor],
+        into: &[PeerTensor],
     ) -> Result<PendingTransfer> {
         self.exchange(members, at, &[], true)?;
         let bytes = size_of::<f32>() * self.piece(members);
         // Values of a piece in one round, the same on both sides.
         let part = |t: &Tensor| (bytes / t.dtype().size_in_bytes()).max(1);
-        let rounds = |all: &[Piece], peer: usize| -> usize {
+        let rounds = |all: &[PeerTensor], peer: usize| -> usize {
             all.iter().filter(|(r, _)| *r == peer).map(|(_, t)| t.elem_count().div_ceil(part(t))).sum()
         };
         // The part that travels in round `i` between this rank and a peer.
-        let at_round = |all: &[Piece], peer: usize, mut i: usize| {
+        let at_round = |all: &[PeerTensor], peer: usize, mut i: usize| {
             for (_, t) in all.iter().filter(|(r, _)| *r == peer) {
                 let count = t.elem_count().div_ceil(part(t));
                 if i < count {

@@ -8,7 +8,7 @@ use super::listener::{self, Listener};
 use super::monitor::{DRAIN, Monitor};
 use super::rendezvous::{self, Connections, Registration};
 use super::tcp;
-use crate::ranks::comm::{At, Comm, Error};
+use crate::ranks::comm::{CollectiveId, Comm, Error};
 use ft_base::error::ExitCode;
 use ft_recipe::{Launch, Rendezvous};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// Minimum timeout for process startup.
 const MEET: Duration = Duration::from_secs(60);
-const START: At = At::all("the start");
+const START: CollectiveId = CollectiveId::all("the start");
 
 /// Processes on this machine.
 #[derive(Clone, Copy, Debug)]

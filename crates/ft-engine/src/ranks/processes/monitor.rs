@@ -7,7 +7,7 @@
 
 use super::transport::Round;
 use crate::ranks::callbacks::{Callback, call_all};
-use crate::ranks::comm::{At, Error};
+use crate::ranks::comm::{CollectiveId, Error};
 use ft_base::error::ExitCode;
 use ft_base::terminal::tell;
 use serde::{Deserialize, Serialize};
@@ -203,7 +203,7 @@ impl Monitor {
     ///
     /// # Errors
     /// The cause of the failure.
-    pub fn enter(&self, members: &[usize], at: At) -> Result<(), Error> {
+    pub fn enter(&self, members: &[usize], at: CollectiveId) -> Result<(), Error> {
         let members = if members.len() == self.world { Vec::new() } else { members.to_vec() };
         let mut s = self.lock();
         if let Some((e, ..)) = &s.failed {
@@ -264,7 +264,7 @@ impl Monitor {
     pub fn error(&self, rank: usize, why: String, code: ExitCode) -> Error {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
         // leaks at most once per process
-        let at = At::all(self.at(rank).leak());
+        let at = CollectiveId::all(self.at(rank).leak());
         self.staged(Error { rank, world: self.world, stage: None, host, at, why, code, hangs: false })
     }
 
@@ -272,10 +272,17 @@ impl Monitor {
         e.with_stage_of(self.stages.get().copied().unwrap_or(1))
     }
 
-    /// Ends the run for all ranks; the first cause is kept. `died` says whether a process is gone.
+    /// Ends the run for all ranks; the first cause is kept. Returns when the other ranks have been sent it, by this
+    /// thread or another. `died` says whether a process is gone.
     pub fn fail(&self, e: Error, died: bool) {
         let mut s = self.lock();
-        if s.over || s.is_failing {
+        if s.over {
+            return;
+        }
+        if s.is_failing {
+            while s.failed.is_none() {
+                s = self.changed.wait(s).unwrap_or_else(PoisonError::into_inner);
+            }
             return;
         }
         s.is_failing = true;
@@ -353,7 +360,7 @@ impl Monitor {
                     drop(s);
                     // Of other ranks, rank 0 alone knows the collective; of itself, a rank knows it best.
                     let at = if self.rank == 0 && t.rank != rank { self.at(t.rank) } else { t.at };
-                    let (at, code) = (At::all(at.leak()), ExitCode::of(t.code));
+                    let (at, code) = (CollectiveId::all(at.leak()), ExitCode::of(t.code));
                     let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
                     let e = Error { rank, world: self.world, stage: None, host, at, why, code, hangs };
                     self.fail(self.staged(e), t.died);
@@ -475,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
+    fn a_stopped_rank_is_named_before_ranks_that_wait_for_it() {
         const ALL: &[usize] = &[];
         let both = [(ALL, 6, 0), (ALL, 6, 600), (ALL, 7, 0), (ALL, 7, 0)];
         let ahead = [(ALL, 6, 0), (ALL, 7, 600), (ALL, 7, 0), (ALL, 7, 0)];

@@ -2,9 +2,9 @@
 
 use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
-use crate::model::batch::Sharers;
+use crate::model::batch::MicroBatchGroup;
 use crate::model::context_parallel::{ContextParallel, Fault};
-use crate::ranks::{self, At, Axis, Comm, Mesh};
+use crate::ranks::{self, Axis, CollectiveId, Comm, Mesh};
 use ft_data::{Micro, segments};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,11 +42,11 @@ impl<'a> Setting<'a> {
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut walk =
             Walk::new(d, p.lowest_unit(), self.recompute).router_losses(self.router).neftune(self.neftune);
-        let losses = walk.train(batch, 1.0, &sink)?;
-        sink.settle(None)?;
+        let losses = walk.train(batch, 1.0, &accum)?;
+        accum.settle(None)?;
         let loss = if losses.is_empty() { 0.0 } else { loss::total(&losses)? };
         let router = match self.router == RouterLosses::default() {
             true => (0.0, 0.0),
@@ -80,16 +80,17 @@ impl<'a> Setting<'a> {
                 true => None,
                 false => {
                     let batch = Batch::new(&d.config, host, (40, 7), RANDOM, CPU)?;
-                    let batch = batch.among(Arc::new(context_parallel), part.tokens, part.targets);
+                    let batch =
+                        batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets);
                     let active = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
                     let batch = match fault {
                         Some(Fault::Counts) => batch,
-                        _ => batch.shared(Sharers { comm: &comm, active }),
+                        _ => batch.with_group(MicroBatchGroup { comm: &comm, active }),
                     };
                     Some(self.walk(&d, &p, &batch)?)
                 }
             };
-            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true)?;
             Ok(step)
         };
         let came = on_ranks(all.len(), rank).into_iter().collect::<Result<Vec<_>>>()?;
@@ -154,7 +155,7 @@ fn segments_have_the_gradients_of_one_rank() -> Result<()> {
 
 /// Dropout in adapters, also of the head, and noise on embeddings are those of one rank.
 #[test]
-fn random_numbers_are_by_token() -> Result<()> {
+fn dropout_and_noise_are_drawn_by_token() -> Result<()> {
     for case in cases()?.iter().filter(|c| ["qwen3-dense", "qwen3-moe"].contains(&c.name().as_str())) {
         let groups = [Group::Attention, Group::Mlp, Group::Experts, Group::Head];
         for dora in [false, true] {
@@ -217,9 +218,10 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
             let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
             let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
             let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
-            let batch = batch.among(Arc::new(context_parallel), part.tokens, part.targets.clone());
+            let batch =
+                batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets.clone());
             let losses = loss::on_host(Walk::new(&d, None, 0).eval(&batch)?)?.concat();
-            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true)?;
             Ok(part.targets.into_iter().zip(losses).collect())
         };
         let came = on_ranks(count, rank).into_iter().collect::<Result<Vec<_>>>()?;
@@ -248,10 +250,14 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
         let own = [part.micro.ids.len()];
         let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
         let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
-        let done = setting.walk(&d, &p, &batch.among(Arc::new(context_parallel), part.tokens, part.targets));
+        let done = setting.walk(
+            &d,
+            &p,
+            &batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets),
+        );
         if done.is_ok() {
             // The ranks of the other group have got this far.
-            comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true).err()?;
         }
         comm.lost()
     };

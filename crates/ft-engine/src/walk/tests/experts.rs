@@ -4,7 +4,7 @@ use super::among::on_ranks;
 use super::*;
 use crate::model::feed_forward::{FAULT, Fault};
 use crate::params::buffers::Split;
-use crate::ranks::{self, At, Comm, Mesh};
+use crate::ranks::{self, CollectiveId, Comm, Mesh};
 use crate::walk::{Hooks, Visit};
 
 /// Seed and step of dropout.
@@ -20,11 +20,11 @@ impl Hooks for Among<'_> {
         Some(self.0)
     }
 
-    fn arrive(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+    fn pre_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
         Ok(())
     }
 
-    fn leave(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+    fn post_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
         Ok(())
     }
 }
@@ -73,16 +73,17 @@ impl<'a> Setting<'a> {
     fn on_one(&self) -> Result<Step> {
         let (d, p) = build(&self.base, &self.selection, None)?;
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut losses = Vec::new();
         for which in 0..2 {
-            losses.extend(loss::on_host(self.walk(&d, &p).train(&self.batch(which)?, 1.0, &sink)?)?.concat());
+            losses
+                .extend(loss::on_host(self.walk(&d, &p).train(&self.batch(which)?, 1.0, &accum)?)?.concat());
         }
-        sink.settle(None)?;
+        accum.settle(None)?;
         Ok((losses, Self::grads(&p)?))
     }
 
-    /// As many ranks as `micros` split the experts; each has one of the micro-batches, or serves.
+    /// As many ranks as `micros` split the experts; each has one of the micro-batches, or is idle.
     fn on_many(&self, micros: &[Option<usize>], fault: Option<Fault>) -> Result<Step> {
         let experts = self.case.config.moe.as_ref().context("experts")?.experts;
         let mesh = Mesh { data: micros.len(), expert: micros.len(), ..Mesh::ONE };
@@ -93,20 +94,22 @@ impl<'a> Setting<'a> {
             let new = Build::new(&self.base, &self.selection);
             let (d, p) = Build { allocate, comm: Some(&comm), ..new }.run()?;
             let grads = p.grads();
-            let sink = Sink::new(&grads, p.tensors.len());
+            let accum = GradAccumulator::new(&grads, p.tensors.len());
             let hooks = Among(&comm);
             let mut walk = self.walk(&d, &p).hooks(&hooks);
             let losses = match micros[comm.rank()] {
-                Some(which) => loss::on_host(walk.train(&self.batch(which)?, 1.0, &sink)?)?.concat(),
+                Some(which) => loss::on_host(walk.train(&self.batch(which)?, 1.0, &accum)?)?.concat(),
                 None => {
-                    walk.serve_train(RANDOM, &sink)?;
+                    walk.idle_train(RANDOM, &accum)?;
                     Vec::new()
                 }
             };
-            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true)?;
             let here = |i: &usize| p.is_here(*i);
             assert!(
-                (0..p.tensors.len()).filter(here).all(|i| sink.reached()[i] || p.tensors[i].expert.is_none())
+                (0..p.tensors.len())
+                    .filter(here)
+                    .all(|i| accum.reached()[i] || p.tensors[i].expert.is_none())
             );
             Ok((losses, Self::grads(&p)?))
         };
@@ -142,7 +145,7 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Ranks with a micro-batch each, and ranks that serve; a case takes those that divide its experts.
+/// Ranks with a micro-batch each, and idle ranks; a case takes those that divide its experts.
 const TURNS: [&[Option<usize>]; 4] = [
     &[Some(0), Some(1)],
     &[Some(1), Some(0)],

@@ -127,7 +127,7 @@ fn eight_bit_weights_are_codes_times_scales() -> Result<()> {
 
 /// A scale that no weight uses, or a weight without a scale, is an error that names it.
 #[test]
-fn scales_and_weights_belong_together() -> Result<()> {
+fn a_scale_without_a_weight_and_a_weight_without_a_scale_are_named() -> Result<()> {
     let model = fixtures().join("fp8/model");
     let mut raw: Map<String, serde_json::Value> =
         serde_json::from_str(&std::fs::read_to_string(model.join("config.json"))?)?;
@@ -193,7 +193,7 @@ fn mxfp4_weights_are_read_as_values() -> Result<()> {
 
 /// MXFP4 as released: transformers' dequantized values to the bit, its logits, and its logits with an adapter.
 #[test]
-fn mxfp4_weights_are_transformers() -> Result<()> {
+fn mxfp4_weights_and_logits_are_those_of_transformers() -> Result<()> {
     let dir = fixtures().join("families/gpt-oss/mxfp4");
     let config = Config::load(&dir.join("model"), &Map::new())?;
     let base = Base::open(config.clone(), &dir.join("model"))?;

@@ -178,13 +178,13 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
                     let inputs = Inputs::default();
                     let execution = Execution { micro_rows: 1, recompute, inputs, dequantize, head_rows };
                     let grads = p.grads();
-                    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+                    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
                     let mut watch = |_, _| {
                         none_is_dequantized(&d);
                     };
                     let walk = Walk::chosen(&d, p.lowest_unit(), &execution);
-                    let losses = walk.watched(&mut watch).train(&batch, 1.0, &sink)?;
-                    sink.settle(None)?;
+                    let losses = walk.watched(&mut watch).train(&batch, 1.0, &accum)?;
+                    accum.settle(None)?;
                     assert!(none_is_dequantized(&d) > 0);
                     let losses: Vec<f64> = losses.iter().flat_map(values).collect();
                     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
@@ -201,7 +201,7 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
 
 /// In a mixture of experts, experts without tokens are not dequantized.
 #[test]
-fn a_visit_decodes_what_has_tokens() -> Result<()> {
+fn experts_without_tokens_are_not_dequantized() -> Result<()> {
     let mut seen = 0;
     for c in mixtures()? {
         let frozen = Selection::frozen(&c.config);
@@ -350,7 +350,7 @@ fn merging_reports_what_it_loses() -> Result<()> {
 
 /// 4-bit codes of other weights are detected, even from the same model a few steps later.
 #[test]
-fn codes_know_what_they_were_made_from() -> Result<()> {
+fn nf4_codes_agree_with_their_weights_alone() -> Result<()> {
     for (c, _) in four_bit_cases()? {
         let original = cases()?.into_iter().find(|d| d.name() == c.name()).context("the original")?;
         let folder = tempfile::tempdir()?;

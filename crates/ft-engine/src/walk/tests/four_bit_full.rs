@@ -42,7 +42,7 @@ fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
 /// Every linear module of the decoder except routers and trained modules is 4-bit, and the gradients match
 /// PyTorch. With the copy made by `model.cache`, and with optimizer offload, the bits are the same.
 #[test]
-fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
+fn tensors_in_full_stay_dense_beside_a_4_bit_base() -> Result<()> {
     for (c, dir, s) in cases_in_full()? {
         let (d, p) = c.build_nf4(&s)?;
         for (m, l) in d.linears() {

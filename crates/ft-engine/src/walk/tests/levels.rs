@@ -12,9 +12,9 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
     let inputs = Inputs { on_host: recompute.norms > 0, pin: false };
     let how = Execution { recompute, inputs, ..Execution::plain(1, d.config.vocab, false) };
     let mut walk = Walk::chosen(d, p.lowest_unit(), &how).router_losses(losses).neftune(5.0);
-    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
-    let sums = walk.train(batch, 1.0, &sink)?;
-    sink.settle(None)?;
+    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
+    let sums = walk.train(batch, 1.0, &accum)?;
+    accum.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
     Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }

@@ -4,7 +4,7 @@ use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::sequence_parallel::{Fault, SequenceParallel, parts};
 use crate::params::buffers::Split;
-use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
+use crate::ranks::{self, Axis, CollectiveId, Comm, Group as Ranks, Mesh};
 use ft_data::Micro;
 use std::ops::Range;
 
@@ -45,10 +45,10 @@ impl<'a> Setting<'a> {
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
+        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut walk = Walk::new(d, p.lowest_unit(), self.recompute).neftune(self.neftune);
-        let losses = walk.train(batch, 1.0, &sink)?;
-        sink.settle(None)?;
+        let losses = walk.train(batch, 1.0, &accum)?;
+        accum.settle(None)?;
         let loss = if batch.target_count == 0 { 0.0 } else { loss::total(&losses)? };
         let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
         Ok((loss, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
@@ -70,11 +70,11 @@ impl<'a> Setting<'a> {
         let part = m.part(&[if own.is_empty() { 0..1 } else { own.clone() }]);
         let targets = if own.is_empty() { Vec::new() } else { part.micro.targets };
         let micro = Micro { targets, ..part.micro };
-        let cut =
+        let sequence_parallel =
             SequenceParallel::new(comm, all.to_vec(), self.input(m, &m.docs)?.context).with_fault(fault);
         let batch = self.input(&micro, &[micro.ids.len()])?;
         let numbers = if own.is_empty() { Vec::new() } else { part.targets };
-        self.walk(d, p, &batch.cut(cut, part.tokens, numbers))
+        self.walk(d, p, &batch.with_sequence_parallel(sequence_parallel, part.tokens, numbers))
     }
 
     /// Sums over the ranks of losses and gradients; pieces in their places.
@@ -87,7 +87,7 @@ impl<'a> Setting<'a> {
             let (mut d, p) = Build { allocate, comm: Some(&comm), ..new }.run()?;
             alter(&mut d);
             let step = self.pass(&comm, (&d, &p), (all, fault))?;
-            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true)?;
             Ok((step, p))
         };
         let came = on_ranks(all.len(), rank).into_iter().collect::<Result<Vec<_>>>()?;
@@ -254,7 +254,7 @@ fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
         let fault = (comm.rank() == 3).then_some(Fault::Lost);
         if setting.pass(&group, (&d, &p), (&tokens, fault)).is_ok() {
             // The ranks of the other group have got this far.
-            comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
+            comm.all_gather_bytes(CollectiveId::all("the end"), &[], true).err()?;
         }
         comm.lost()
     };

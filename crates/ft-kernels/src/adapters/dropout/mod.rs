@@ -78,7 +78,7 @@ mod tests {
     use ft_base::rng::Purpose;
 
     #[test]
-    fn rate_scale_and_split() -> Result<()> {
+    fn dropout_has_its_rate_and_scale_in_any_split() -> Result<()> {
         let s = Stream::new(5, Purpose::Dropout, 3, 1);
         let x = |rows, dtype| Tensor::ones((rows, 50), dtype, &Device::Cpu);
         let mask = |s, rows, p, x: &Tensor| -> Result<(Tensor, f64)> {

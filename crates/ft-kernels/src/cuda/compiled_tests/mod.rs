@@ -1,7 +1,7 @@
 //! Compares compiler statistics of the CUDA kernels with two tables, on the supported GPU architectures:
 //! tests/cuda/kernels.txt with registers and resident blocks per SM, tests/cuda/loops.txt with the instructions of
-//! each loop on tensor cores and its bound. Register spills, local-memory arrays and tensor-core instructions under a
-//! predicate fail immediately.
+//! each loop on tensor cores and its bound. Register spills and local-memory arrays (beyond [`SPILLS`]) and tensor-core
+//! instructions under a predicate fail immediately.
 //!
 //! ```text
 //! cargo test --release --lib -- --ignored as_compiled            with .ci/cuda-toolchain
@@ -24,9 +24,12 @@ use std::process::Command;
 /// GPU architectures: compute capability, warps per SM, blocks per SM, shared memory per SM in KiB.
 const CARDS: [(u32, usize, usize, usize); 4] =
     [(80, 64, 32, 164), (86, 48, 16, 100), (89, 48, 24, 100), (90, 64, 32, 228)];
-/// Later architectures with machine code in the binary (build.rs), without a table: most bytes that a thread spills
-/// (docs/lab/gpu.md).
-const LATER: [(u32, usize); 3] = [(100, 0), (103, 0), (120, 80)];
+/// Later architectures with machine code in the binary (build.rs), without a table.
+const LATER: [u32; 3] = [100, 103, 120];
+/// Kernels that spill registers on 12.0, by the beginning of their names, and the most bytes of local memory that a
+/// thread of theirs takes, stores or loads. All others take none on any architecture.
+const SPILLS: [(&str, usize); 4] =
+    [("delta_rule_states_f32", 80), ("norm_forward_bf16", 12), ("norm_forward_f16", 12), ("rows_", 8)];
 /// Shared memory reserved by the driver per block.
 const RESERVED: usize = 1024;
 
@@ -91,8 +94,8 @@ fn before(line: &str, word: &str) -> usize {
 /// Assembles a source for an architecture. Returns registers and static shared memory of each kernel.
 ///
 /// # Panics
-/// A kernel spills more than `most` bytes of registers, or has an array in local memory.
-fn assembled(ptx: &Path, (architecture, most): (u32, usize), cubin: &Path) -> Vec<(String, usize, usize)> {
+/// A kernel takes more local memory, for spilled registers or an array, than [`SPILLS`] has.
+fn assembled(ptx: &Path, architecture: u32, cubin: &Path) -> Vec<(String, usize, usize)> {
     let mut ptxas = assembler();
     ptxas.args(["-v", "-O3", &format!("-arch=sm_{architecture}"), "-o"]).arg(cubin).arg(ptx);
     let (mut name, mut out) = ("", Vec::new());
@@ -103,6 +106,8 @@ fn assembled(ptx: &Path, (architecture, most): (u32, usize), cubin: &Path) -> Ve
         } else if line.contains("bytes stack frame") {
             let lost =
                 ["stack frame", "spill stores", "spill loads"].map(|w| before(line, &format!(" bytes {w}")));
+            let known = SPILLS.iter().find(|(kernel, _)| architecture == 120 && name.starts_with(kernel));
+            let most = known.map_or(0, |(_, bytes)| *bytes);
             assert!(lost.iter().all(|bytes| *bytes <= most), "{name} on {architecture}: {line}");
         } else if line.contains("Used ") && line.contains(" registers") {
             out.push((name.to_string(), before(line, " registers"), before(line, " bytes smem")));
@@ -126,7 +131,7 @@ fn tables() -> [String; 2] {
         let cubin = dir.path().join("out.cubin");
         LATER.iter().for_each(|later| drop(assembled(&ptx, *later, &cubin)));
         for (i, (card, ..)) in CARDS.iter().enumerate() {
-            for (name, registers, shared) in assembled(&ptx, (*card, 0), &cubin) {
+            for (name, registers, shared) in assembled(&ptx, *card, &cubin) {
                 let k = kernels.entry(name).or_default();
                 (k.registers[i], k.shared) = (registers, shared);
             }
@@ -189,7 +194,7 @@ fn tables() -> [String; 2] {
 /// 16 bytes of codes in flight, and the table gives the resident blocks. Shuffles (one per value, 32 per
 /// cycle) allow 18 TB/s on 132 SMs at 1.7 GHz, so they are no bottleneck.
 #[test]
-fn decoding_has_enough_on_the_way() {
+fn dequantization_has_enough_bytes_in_flight() {
     let cards =
         [("A100", 2039.0, 108.0), ("A6000", 768.0, 84.0), ("L40S", 864.0, 142.0), ("H200", 4800.0, 132.0)];
     let table = include_str!("../../../../../tests/cuda/kernels.txt");
@@ -238,7 +243,7 @@ fn kernels_as_compiled_are_those_of_the_table() {
 
 /// Instructions for each tensor-core instruction, at most, on every card; measured figures are in tests/cuda/loops.txt.
 #[test]
-fn hot_loops_stay_lean() {
+fn hot_loops_stay_within_their_instruction_limits() {
     let limits = [
         ("attention_forward_bf16_128 ", 6.5),
         ("attention_forward_pair_bf16_128 ", 6.5),

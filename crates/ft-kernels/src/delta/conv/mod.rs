@@ -72,7 +72,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn gradients() -> Result<()> {
+    fn gradients_match_finite_differences() -> Result<()> {
         for (docs, c, taps) in [(&[5, 1, 3][..], 3, 4), (&[2, 2], 2, 1), (&[70, 40], 2, 3)] {
             let (seqs, t) = (Sequences::new(docs, 0, &Device::Cpu)?, docs.iter().sum::<usize>());
             let (x, w) = (randn(1, (t, c), DType::F64)?, randn(2, (c, taps), DType::F64)?);

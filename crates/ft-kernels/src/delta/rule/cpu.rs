@@ -165,10 +165,12 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     let sizes = Sizes { l, k, v };
     let (width, of_state) = (heads.each() * v, heads.each() * k * v);
     let shape = Shape::from((t, heads.value_width()));
-    let count = if state.is_some() { 1 } else { seqs.count() };
+    // a state that continues has all heads throughout; other states live as long as their task
+    let (count, held, own) =
+        if state.is_some() { (1, heads.state(), 0) } else { (seqs.count(), 0, of_state) };
     let rooms = |ledger: &Ledger| {
-        let each = of_state + Room::<T>::values(sizes, false) + Common::<T>::values(l, k) + l * v;
-        let all = at_once(count, heads, ledger) * each + t * heads.value_width();
+        let each = own + Room::<T>::values(sizes, false) + Common::<T>::values(l, k) + l * v;
+        let all = held + at_once(count, heads, ledger) * each + t * heads.value_width();
         ledger.touch((all * T::DTYPE.size_in_bytes()) as u64);
     };
     let reads = [x.qkv, x.a, x.b, x.a_log, x.bias];
@@ -178,7 +180,6 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     let (values, docs) = (Values::<T>::of(x)?, documents(seqs, t, state.is_some()));
     let tasks = tasks(&docs, heads);
     let mut o = vec![T::zero(); t * heads.value_width()];
-    // those of the state go on, others live as long as their task
     let mut given = match state.as_deref() {
         Some(State { heads: Some(s), .. }) => view::<T>(s)?.to_vec(),
         Some(_) => vec![T::zero(); tasks.len() * of_state],
@@ -190,7 +191,6 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     cpu::each(work.into_iter(), |(o, task, given)| {
         let l = l.min(task.tokens).max(1);
         let (mut room, mut common) = (Room::new(Sizes { l, k, v }, false), Common::new(l, k));
-        let own = if given.is_some() { 0 } else { of_state };
         let (mut u, mut own) = (vec![T::zero(); l * v], vec![T::zero(); own]);
         let states = given.unwrap_or(&mut own);
         for from in (0..task.tokens).step_by(l) {

@@ -43,7 +43,7 @@ pub(super) fn of<'a>(heads: Heads, [qkv, a, b, a_log, bias]: [&'a Tensor; 5]) ->
 }
 
 #[test]
-fn gradients() -> Result<()> {
+fn gradients_match_finite_differences() -> Result<()> {
     for case in CASES {
         let Values(x, seqs, d_o) = inputs(case, DType::F64)?;
         let got = backward(&of(case.heads, x.each_ref()), &d_o, &seqs)?;
@@ -168,22 +168,28 @@ fn documents_of_other_tokens_are_refused() -> Result<()> {
     Ok(())
 }
 
+/// Peaks in bytes of the plan of a forward pass, and of a backward pass if there is no state.
+fn peaks(h: Heads, threads: u64, seqs: &Sequences, state: Option<&mut State>) -> Result<[u64; 2]> {
+    let (t, ledger) = (96, Ledger::new(Machine { threads, ..Machine::default() }));
+    let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&ledger, shape, DType::F32));
+    let (qkv, d_o) = (ghost(&[t, h.channels()]), ghost(&[t, h.value_width()]));
+    let (of_tokens, of_heads) = (ghost(&[t, h.values]), ghost(&[h.values]));
+    let x = of(h, [&qkv, &of_tokens, &of_tokens, &of_heads, &of_heads]);
+    let peak = || ledger.take().at_peak.iter().sum::<u64>();
+    let continued = state.is_some();
+    forward(&x, seqs, state)?;
+    let of_forward = peak();
+    if !continued {
+        backward(&x, &d_o, seqs)?;
+    }
+    Ok([of_forward, peak()])
+}
+
 /// A thread has a document and a key head, so a plan with more of these has more buffers.
 #[test]
 fn a_plan_has_buffers_for_every_busy_thread() -> Result<()> {
     let (h, t) = (heads(1, 2, 16, 8), 96);
-    let peaks = |threads: u64, seqs: &Sequences| -> Result<[u64; 2]> {
-        let ledger = Ledger::new(Machine { threads, ..Machine::default() });
-        let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&ledger, shape, DType::F32));
-        let (qkv, d_o) = (ghost(&[t, h.channels()]), ghost(&[t, h.value_width()]));
-        let (of_tokens, of_heads) = (ghost(&[t, h.values]), ghost(&[h.values]));
-        let x = of(h, [&qkv, &of_tokens, &of_tokens, &of_heads, &of_heads]);
-        let peak = || ledger.take().at_peak.iter().sum::<u64>();
-        forward(&x, seqs, None)?;
-        let of_forward = peak();
-        backward(&x, &d_o, seqs)?;
-        Ok([of_forward, peak()])
-    };
+    let peaks = |threads: u64, seqs: &Sequences| peaks(h, threads, seqs, None);
     let (one, three) = (Sequences::planned(&[t], 0), Sequences::planned(&[t / 3; 3], 0));
     assert_eq!(peaks(8, &one)?, peaks(1, &one)?);
     let [few, many] = [peaks(1, &three)?, peaks(8, &three)?];
@@ -191,5 +197,18 @@ fn a_plan_has_buffers_for_every_busy_thread() -> Result<()> {
     assert_eq!(peaks(3, &three)?, many);
     let sizes = Sizes { keys: t, longest: t / 3, reach: t };
     assert_eq!(peaks(8, &Sequences::ghost(sizes))?, many);
+    Ok(())
+}
+
+/// A state that continues has all heads at once; otherwise a thread has the states of a key head.
+#[test]
+fn a_plan_with_a_state_has_the_states_of_all_heads() -> Result<()> {
+    let (h, one) = (heads(4, 8, 16, 8), Sequences::planned(&[96], 0));
+    let of_key_head = 4 * (h.state() / h.keys) as u64;
+    for threads in [1, 3, 8] {
+        let [continued, _] = peaks(h, threads, &one, Some(&mut State::default()))?;
+        let [alone, _] = peaks(h, threads, &one, None)?;
+        assert_eq!(continued - alone, of_key_head * 4_u64.saturating_sub(threads), "{threads} threads");
+    }
     Ok(())
 }

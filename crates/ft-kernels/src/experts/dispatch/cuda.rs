@@ -57,7 +57,7 @@ impl Sorted {
         };
         let most = n / side + n.min(experts);
         if most > MOST_TILES {
-            candle_core::bail!("{tokens} tokens for {top_k} experts each are too many for one micro-batch");
+            candle_core::bail!("{n} rows of experts are too many for one micro-batch");
         }
         let shapes = [(experts + 1).into(), n.into(), n.into(), n.into(), (most, 2).into()];
         let lists = match chosen

@@ -13,15 +13,15 @@
 //! | `mod` | host lists and operations on them: on CPU slices, and composed for other devices |
 //! | `each` | experts in parallel on CPU threads |
 //! | `cuda` | device lists |
-//! | `travel` | rows between ranks that own experts |
+//! | `exchange` | rows between ranks that own experts |
 
 mod cuda;
 mod each;
-mod travel;
+mod exchange;
 
 pub use self::cuda::Sorted;
 pub use self::each::{each, side_by_side};
-pub use self::travel::{Departure, Travel, ranges};
+pub use self::exchange::{DispatchCounts, RowExchange, ranges};
 
 use crate::Tensor;
 use crate::cpu::blocks::{Values, by_blocks, ghosts, written};
@@ -60,8 +60,8 @@ pub struct Groups {
     spread: Option<PlannedRouting>,
     /// Device lists; if set, the host lists are empty.
     sorted: Option<Sorted>,
-    /// Travel of the rows to their experts, if ranks split these. Set once, with the first pass.
-    travel: OnceLock<Arc<Travel>>,
+    /// Exchange of the rows with the owners of their experts, if ranks split these. Set once, with the first pass.
+    exchange: OnceLock<Arc<RowExchange>>,
 }
 
 /// Planned routing of tokens to experts.
@@ -208,16 +208,16 @@ impl Groups {
         self.sorted.as_ref()
     }
 
-    /// The travel of the rows, or that of `make` for the first pass.
+    /// The exchange of the rows, or that of `make` for the first pass.
     ///
     /// # Errors
     /// Those of `make`.
-    pub fn travel(&self, make: impl FnOnce() -> Result<Travel>) -> Result<Arc<Travel>> {
-        match self.travel.get() {
-            Some(travel) => Ok(Arc::clone(travel)),
+    pub fn exchange(&self, make: impl FnOnce() -> Result<RowExchange>) -> Result<Arc<RowExchange>> {
+        match self.exchange.get() {
+            Some(exchange) => Ok(Arc::clone(exchange)),
             None => {
                 let new = Arc::new(make()?);
-                Ok(Arc::clone(self.travel.get_or_init(|| new)))
+                Ok(Arc::clone(self.exchange.get_or_init(|| new)))
             }
         }
     }
@@ -260,9 +260,9 @@ impl Groups {
         Ok(Self { tokens: n, top_k: 1, starts, index, spread, ..Self::default() })
     }
 
-    /// Input rows of the experts on this rank: local rows, or the received ones after travel.
+    /// Input rows of the experts on this rank: local rows, or the received ones after the exchange.
     pub fn computed(&self) -> &Groups {
-        self.travel.get().map_or(self, |t| &t.here)
+        self.exchange.get().map_or(self, |t| &t.here)
     }
 
     /// Runs `f` for one expert's rows; ghosts record the cost `alike` times.

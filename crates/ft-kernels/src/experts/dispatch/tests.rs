@@ -59,7 +59,7 @@ fn gradients_of_gather_and_combine() -> Result<()> {
 }
 
 #[test]
-fn compositions_agree() -> Result<()> {
+fn composed_gather_and_combine_agree_with_the_kernels() -> Result<()> {
     let (g, d) = (groups()?, 6);
     let i = index(&g)?;
     let (x, gates) = (randn(1, (T, d), DType::F32)?, randn(2, (T, K), DType::F32)?);
@@ -79,7 +79,7 @@ fn compositions_agree() -> Result<()> {
 
 /// bf16 rows, and their products with gates, are rounded once.
 #[test]
-fn rows_of_half_precision() -> Result<()> {
+fn rows_in_half_precision_are_rounded_once() -> Result<()> {
     let g = groups()?;
     let (x, gates) = (randn(1, (T, 6), DType::BF16)?, randn(2, (T, K), DType::F32)?);
     let wide = upcast(&x)?;
@@ -93,7 +93,7 @@ fn rows_of_half_precision() -> Result<()> {
 
 /// In a plan, row ranges of experts stay in bounds, also if shares are rounded up.
 #[test]
-fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
+fn planned_row_ranges_of_experts_stay_in_bounds() -> Result<()> {
     for (tokens, top_k, alike) in [
         (46, 2, vec![1; 5]),
         (23, 4, vec![1; 5]),

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_is_routed_somewhere() -> Result<()> {
+    fn nan_is_routed_to_experts_that_exist() -> Result<()> {
         let p = Tensor::new(&[[f32::NAN, f32::NAN, f32::NAN]], &Device::Cpu)?;
         assert_eq!(choose(&p, 2)?, [0, 1]);
         assert!(choose_composed(&p, 2)?.flatten_all()?.to_vec1::<u32>()?.iter().all(|e| *e < 3));

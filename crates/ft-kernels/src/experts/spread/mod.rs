@@ -66,7 +66,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn parts_come_to_their_rows() -> Result<()> {
+    fn parts_are_spread_to_their_rows() -> Result<()> {
         let like = randn(1, (5, 3), DType::F32)?;
         let index = Tensor::new(&[4u32, 0, 3], &Device::Cpu)?;
         let rows = randn(2, (3, 3), DType::F32)?;

@@ -82,7 +82,7 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn a_bias_and_its_gradient() -> Result<()> {
+    fn a_bias_is_added_and_its_gradient_summed() -> Result<()> {
         let (y, b) = (randn(1, (5, 3), DType::F32)?, randn(2, 3, DType::F32)?);
         let sum = add(y.copy()?, &b)?;
         close(&sum, &y.broadcast_add(&b)?, 0.0);

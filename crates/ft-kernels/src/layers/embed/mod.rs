@@ -152,7 +152,7 @@ mod tests {
 
     /// More tokens than one task: lookup matches candle, and sums match sequential addition.
     #[test]
-    fn rows_on_all_threads() -> Result<()> {
+    fn lookups_and_sums_on_all_threads_match_candle() -> Result<()> {
         let list: Vec<u32> = (0..300u32).map(|i| i * i % 37).collect();
         let ids = Tensor::from_slice(&list, 300, &Device::Cpu)?;
         for dtype in [DType::F32, DType::BF16, DType::F64] {
@@ -192,7 +192,7 @@ mod tests {
 
     /// The gradient of selected rows matches the gradient of the table.
     #[test]
-    fn the_gradient_of_some_rows() -> Result<()> {
+    fn gradients_of_some_rows_are_those_of_the_table() -> Result<()> {
         let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;
         let dy = randn(2, (5, 3), DType::F32)?;
         let table = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
@@ -210,7 +210,7 @@ mod tests {
 
     /// Tokens left out of the groups give nothing, as those of PyTorch's `padding_idx`.
     #[test]
-    fn the_gradient_without_an_id() -> Result<()> {
+    fn tokens_left_out_give_no_gradient() -> Result<()> {
         let list = [4u32, 0, 4, 5, 4];
         let (ids, dy) = (Tensor::new(&list, &Device::Cpu)?, randn(2, (5, 3), DType::F32)?);
         let by_id = ById::new(&list).without(4);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_sorted_by_id() {
+    fn tokens_are_grouped_by_id() {
         let by_id = ById::new(&[4, 0, 4, 5, 4]);
         assert_eq!((by_id.ids, by_id.list), (3, vec![0, 4, 5, 0, 1, 4, 5, 1, 0, 2, 4, 3]));
         let none = ById::new(&[]);

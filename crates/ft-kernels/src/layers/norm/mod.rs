@@ -190,7 +190,7 @@ mod tests {
     use candle_core::DType;
 
     #[test]
-    fn gradients() -> Result<()> {
+    fn gradients_match_finite_differences() -> Result<()> {
         for (seed, shape) in [(1, (3, 8)), (2, (1, 1)), (3, (70, 5))] {
             let (x, w) = (randn(seed, shape, DType::F64)?, randn(seed + 10, shape.1, DType::F64)?);
             let dy = randn(seed + 20, shape, DType::F64)?;
@@ -208,7 +208,7 @@ mod tests {
 
     /// Overflowing squares give NaN; zeros would go unnoticed.
     #[test]
-    fn what_overflows_is_no_number() -> Result<()> {
+    fn overflowing_squares_give_nan() -> Result<()> {
         let x = Tensor::new(&[[1f32, 2.0], [1e30, 1.0]], &candle_core::Device::Cpu)?;
         let w = Tensor::ones(2, DType::F32, x.device())?;
         let (dx, dw) =
@@ -223,7 +223,7 @@ mod tests {
 
     /// A weight stored as `w - 1`.
     #[test]
-    fn one_more_than_the_weight() -> Result<()> {
+    fn a_norm_of_a_weight_less_one_is_the_same() -> Result<()> {
         let (x, w, dy) =
             (randn(1, (33, 8), DType::F64)?, randn(2, 8, DType::F64)?, randn(3, (33, 8), DType::F64)?);
         let less = (&w - 1.0)?;
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn with_an_addition_the_same_bits() -> Result<()> {
+    fn a_norm_fused_with_an_addition_has_the_same_bits() -> Result<()> {
         let [x, a, dy] = [1, 2, 3].map(|seed| randn(seed, (40, 24), DType::F32));
         let (x, a, dy, w) = (x?, a?, dy?, randn(4, 24, DType::F32)?);
         let of = Scale::new(&w, 1e-5);

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn gradient_and_inverse() -> Result<()> {
+    fn rope_has_its_gradient_and_inverse() -> Result<()> {
         let (cos, sin) = tables(5, 3)?;
         let (x, dy) = (randn(1, (5, 2, 6), DType::F64)?, randn(2, (5, 2, 6), DType::F64)?);
         let dx = apply(&dy, &cos, &sin, true)?;

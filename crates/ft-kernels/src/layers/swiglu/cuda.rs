@@ -87,32 +87,53 @@ pub fn backward(
     again: bool,
     ranks: [usize; 2],
 ) -> Result<(Padded, Option<Padded>)> {
-    alike(gate, up, Some(dy))?;
-    let dims = sizes(gate, up);
-    let (apart, step, beside) = places(glu, dims.1, up);
-    let shapes = ranks.map(|rank| (dims.0, stride(apart, rank)));
-    let own = (dims.0, apart);
-    let Some(up) = up else {
-        let out = [(shapes[0].into(), gate.dtype())];
-        if let Some([d]) = ghosts(&[gate, dy], out, |_| ()) {
-            return Ok((Padded::within(d, own)?, None));
+    match up {
+        Some(up) => {
+            let (dgate, dup) = backward_pair(glu, (gate, up), dy, again, ranks)?;
+            Ok((dgate, Some(dup)))
         }
-        let gate = gate.contiguous()?;
-        let dy = if again { dy.clone() } else { dy.contiguous()? };
-        let d = empty(&gate, shapes[0], gate.dtype())?;
-        let (kind, alpha, limit) = numbers(glu.activation);
-        let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
-        let none = None::<&Tensor>;
-        let launch = launch.with(args![&gate, none, &dy, &d, none, again.then_some(&dy), dims.1])?;
-        let launch = launch.with(args![shapes[0].1, shapes[0].1])?;
-        let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
-        // SAFETY: as in `forward`; d has rows of both gradients.
-        unsafe { launch.run(grid(dims, &gate)) }?;
-        return Ok((Padded::within(d, own)?, None));
-    };
+        None => Ok((backward_joint(glu, gate, dy, again, ranks[0])?, None)),
+    }
+}
+
+/// As [`backward`], for gate and up in one tensor.
+pub fn backward_joint(glu: Glu, gate: &Tensor, dy: &Tensor, again: bool, rank: usize) -> Result<Padded> {
+    alike(gate, None, Some(dy))?;
+    let dims = sizes(gate, None);
+    let (apart, step, beside) = places(glu, dims.1, None);
+    let (shape, own) = ((dims.0, stride(apart, rank)), (dims.0, apart));
+    if let Some([d]) = ghosts(&[gate, dy], [(shape.into(), gate.dtype())], |_| ()) {
+        return Padded::within(d, own);
+    }
+    let gate = gate.contiguous()?;
+    let dy = if again { dy.clone() } else { dy.contiguous()? };
+    let d = empty(&gate, shape, gate.dtype())?;
+    let (kind, alpha, limit) = numbers(glu.activation);
+    let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
+    let none = None::<&Tensor>;
+    let launch = launch.with(args![&gate, none, &dy, &d, none, again.then_some(&dy), dims.1])?;
+    let launch = launch.with(args![shape.1, shape.1])?;
+    let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
+    // SAFETY: as in `forward`; d has rows of both gradients.
+    unsafe { launch.run(grid(dims, &gate)) }?;
+    Padded::within(d, own)
+}
+
+/// As [`backward`], for gate and up in two tensors.
+pub fn backward_pair(
+    glu: Glu,
+    (gate, up): (&Tensor, &Tensor),
+    dy: &Tensor,
+    again: bool,
+    ranks: [usize; 2],
+) -> Result<(Padded, Padded)> {
+    alike(gate, Some(up), Some(dy))?;
+    let dims = sizes(gate, Some(up));
+    let (apart, step, beside) = places(glu, dims.1, Some(up));
+    let shapes = ranks.map(|rank| (dims.0, stride(apart, rank)));
     let out = shapes.map(|shape| (shape.into(), gate.dtype()));
     if let Some([dgate, dup]) = ghosts(&[gate, up, dy], out, |_| ()) {
-        return Ok((Padded::within(dgate, own)?, Some(Padded::within(dup, own)?)));
+        return Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?));
     }
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
     let dy = if again { dy.clone() } else { dy.contiguous()? };
@@ -125,7 +146,7 @@ pub fn backward(
     let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
     // SAFETY: as in `forward`; each thread writes values of `dy` only after reading them.
     unsafe { launch.run(grid(dims, &gate)) }?;
-    Ok((Padded::within(dgate, own)?, Some(Padded::within(dup, own)?)))
+    Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?))
 }
 
 /// [`super::weighted_back`].

@@ -23,7 +23,7 @@ struct Open {
 /// # Errors
 /// As [`value`]; a file that is no table.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
-    let reader = read_document(text)?;
+    let reader = read_document(text, MOST)?;
     match reader.root {
         Some(Value::Object(table)) => Ok(Entries::flat(&table, &reader.lines)),
         _ => Err("the file is no table of keys and values".into()),
@@ -33,14 +33,14 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
 /// The value of the first YAML document of `text`; null without one.
 ///
 /// # Errors
-/// A syntax error with its line; too many values.
-pub fn value(text: &str) -> Result<Value, String> {
-    Ok(read_document(text)?.root.unwrap_or_default())
+/// A syntax error with its line; more than `most` values.
+pub fn value(text: &str, most: usize) -> Result<Value, String> {
+    Ok(read_document(text, most)?.root.unwrap_or_default())
 }
 
-fn read_document(text: &str) -> Result<Reader, String> {
-    let mut reader =
-        Reader { open: Vec::new(), anchors: HashMap::new(), root: None, lines: BTreeMap::new(), nodes: 0 };
+fn read_document(text: &str, most: usize) -> Result<Reader, String> {
+    let (open, anchors, lines) = Default::default();
+    let mut reader = Reader { open, anchors, root: None, lines, nodes: 0, most };
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
         if matches!(event, Event::DocumentEnd) {
@@ -57,7 +57,10 @@ struct Reader {
     root: Option<Value>,
     /// Line of each dotted path.
     lines: BTreeMap<String, usize>,
+    /// Values so far, with the copies for anchors and aliases.
     nodes: usize,
+    /// The most values.
+    most: usize,
 }
 
 impl Reader {
@@ -82,6 +85,7 @@ impl Reader {
             },
             Event::Alias(anchor) => {
                 let value = self.anchors.get(&anchor).cloned().ok_or("an alias of nothing")?;
+                self.nodes += count(&value);
                 self.put(value, 0)
             }
             _ => Ok(()),
@@ -114,9 +118,9 @@ impl Reader {
 
     /// Puts a finished value where it belongs.
     fn put(&mut self, value: Value, anchor: usize) -> Result<(), String> {
-        self.nodes += count(&value);
-        if self.nodes > MOST {
-            return Err(format!("more than {MOST} values"));
+        self.nodes += if anchor > 0 { 1 + count(&value) } else { 1 };
+        if self.nodes > self.most {
+            return Err(format!("more than {} values", self.most));
         }
         if anchor > 0 {
             self.anchors.insert(anchor, value.clone());
@@ -187,5 +191,13 @@ mod tests {
             bomb += &format!("a{i}: &a{i} [{}]\n", [last.as_str(); 10].join(", "));
         }
         assert!(read(&bomb).unwrap_err().contains("more than"));
+    }
+
+    #[test]
+    fn nested_values_count_once() {
+        // the table, the list, 2 entries and their 2 values
+        let text = "a: [{b: 1}, {b: 2}]";
+        assert!(value(text, 6).is_ok());
+        assert!(value(text, 5).unwrap_err().ends_with("more than 5 values"));
     }
 }

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn prefixes_of_published_tokenizers() {
+    fn prefixes_of_published_tokenizers_are_recognized() {
         let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": MARK});
         let prepend = json!({"type": "Prepend", "prepend": MARK});
         let both = json!({"type": "Sequence", "normalizers": [prepend, replace]});
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_llama_cpp_merges_otherwise_is_refused() {
+    fn tokenizers_that_llama_cpp_merges_differently_are_refused() {
         let bytes = (0..=u8::MAX).map(|b| format!("<0x{b:02X}>"));
         let vocab = |more: &str| -> Map<String, Value> {
             bytes.clone().chain([more.into()]).enumerate().map(|(i, t)| (t, json!(i))).collect()

@@ -50,7 +50,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn phi3_by_its_tokens() {
+    fn the_title_names_phi_3_by_its_tokens() {
         let file = |tokens: &[(&str, bool)]| -> Map<String, Value> {
             let added: Vec<Value> =
                 tokens.iter().map(|(t, rstrip)| json!({"content": t, "rstrip": rstrip})).collect();

@@ -1,6 +1,6 @@
 //! Keys that a config lacks: transformers' config classes have defaults for them.
 
-use super::family::Family;
+use super::family::{Family, LOCAL};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -13,19 +13,24 @@ static CLASSES: LazyLock<HashMap<String, Map<String, Value>>> =
 /// Names of the number of experts. transformers 5.19 and later write the second for some families of the first.
 pub(super) const EXPERT_COUNTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
-/// The keys of a text model, with its class's default for each absent key. A null stays, except where the default is a
-/// table, and where the class takes numbers alone.
+/// The keys of a text model, with its class's default for each absent key, and for [`LOCAL`] where the class does not
+/// read it. A null stays, except where the default is a table, and where the class takes numbers alone.
 pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String, Value> {
+    let class = CLASSES.get(family.model_type).into_iter().flatten();
+    let absent = class.filter(|(key, _)| is_default(family, raw, key));
     let mut all = raw.clone();
-    for (key, default) in CLASSES.get(family.model_type).into_iter().flatten() {
-        let fills_null = default.is_object() || takes_no_null(family, key);
-        let is_there = |name: &str| raw.get(name).is_some_and(|v| !(v.is_null() && fills_null));
-        let names = if EXPERT_COUNTS.contains(&key.as_str()) { &EXPERT_COUNTS[..] } else { &[key.as_str()] };
-        if !names.iter().any(|name| is_there(name)) {
-            all.insert(key.clone(), default.clone());
-        }
-    }
+    all.extend(absent.map(|(key, default)| (key.clone(), default.clone())));
     all
+}
+
+/// Whether a key of a text model has the default of its class.
+pub(super) fn is_default(family: &Family, raw: &Map<String, Value>, key: &str) -> bool {
+    let Some(default) = default_of(family, key) else { return false };
+    let fills_null = default.is_object() || takes_no_null(family, key);
+    let is_read = key != LOCAL || family.reads.contains(&LOCAL);
+    let is_there = |name: &&str| is_read && raw.get(*name).is_some_and(|v| !(v.is_null() && fills_null));
+    let names = if EXPERT_COUNTS.contains(&key) { &EXPERT_COUNTS[..] } else { &[key] };
+    !names.iter().any(is_there)
 }
 
 /// Families with a default of key heads whose classes read null as the number of query heads.
@@ -40,9 +45,9 @@ fn takes_no_null(family: &Family, key: &str) -> bool {
     }
 }
 
-/// The default of a key that is a table, if the class has one.
-pub(super) fn default_table(family: &Family, key: &str) -> Option<&'static Map<String, Value>> {
-    CLASSES.get(family.model_type)?.get(key)?.as_object()
+/// The default of a key, if the class has one.
+pub(super) fn default_of(family: &Family, key: &str) -> Option<&'static Value> {
+    CLASSES.get(family.model_type)?.get(key)
 }
 
 #[cfg(test)]

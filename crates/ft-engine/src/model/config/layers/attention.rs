@@ -1,7 +1,7 @@
 //! Attention of each layer: sliding windows, positions, the factor on the scores.
 
 use crate::model::config::error::Result;
-use crate::model::config::family::{Family, Window};
+use crate::model::config::family::{Family, PATTERN, Window};
 use crate::model::config::keys::Keys;
 use crate::model::config::limits::{LAYERS, POSITIONS};
 use crate::model::config::types::{KeySource, LayerAttention};
@@ -72,10 +72,8 @@ impl Keys<'_> {
             (Window::EvenBelow, None) => (0..layers).map(|l| l.is_multiple_of(2) && l < from).collect(),
             (Window::WithoutPositions, None) => rotates.iter().map(|rotates| !rotates).collect(),
             (Window::Pattern(every), None) => {
-                let keys = ["sliding_window_pattern", "_sliding_window_pattern"];
-                let [a, b] = keys.map(|key| self.some(key, LAYERS));
-                let every = a?.or(b?).unwrap_or(every);
-                (0..layers).map(|l| !(l + 1).is_multiple_of(every)).collect()
+                let own = if family.reads.contains(&PATTERN) { self.some(PATTERN, LAYERS)? } else { None };
+                pattern(own.unwrap_or(every), layers)
             }
         };
         Ok(slides.into_iter().map(|slides| size.filter(|_| slides)).collect())
@@ -115,19 +113,32 @@ impl Keys<'_> {
         list.iter().map(of).collect::<Result<_>>().map(Some)
     }
 
-    /// A note if [`TYPES`] lists other windows than the layers have: some classes of transformers do not read it.
-    pub(in crate::model::config) fn unread_types(
+    /// Notes on keys that give other windows than the layers have: some classes of transformers do not read
+    /// [`TYPES`], most not [`PATTERN`], none the second name of it.
+    pub(in crate::model::config) fn unread_windows(
         &self,
         family: &Family,
         attention: &[LayerAttention],
-    ) -> Result<Option<String>> {
-        let listed = self.listed(family, attention.len())?.unwrap_or_default();
-        let differs = listed.iter().zip(attention).any(|(slides, a)| *slides != a.window.is_some());
-        let name = family.model_type;
-        Ok(differs.then(|| {
+    ) -> Result<Vec<String>> {
+        let differs =
+            |l: &Vec<bool>| l.iter().zip(attention).any(|(slides, a)| *slides != a.window.is_some());
+        let (name, layers) = (family.model_type, attention.len());
+        let types = self.listed(family, layers)?.filter(differs).map(|_| {
             format!(
                 "{TYPES}: {name} does not read it, as in transformers: all layers have the same window, or none"
             )
-        }))
+        });
+        let of = |key: &str| {
+            let every = self.some(key, LAYERS).ok().flatten()?;
+            Some(pattern(every, layers)).filter(differs)?;
+            let why = format!("{TYPES} or the class of {name} says which layers have windows");
+            Some(format!("{key}: {every} has no effect, as in transformers: {why}"))
+        };
+        Ok(types.into_iter().chain([PATTERN, "_sliding_window_pattern"].into_iter().filter_map(of)).collect())
     }
+}
+
+/// For each layer, whether it has a sliding window, if all but each `every`-th have one.
+fn pattern(every: usize, layers: usize) -> Vec<bool> {
+    (1..=layers).map(|l| !l.is_multiple_of(every)).collect()
 }

@@ -4,7 +4,6 @@ use crate::model::config::error::Result;
 use crate::model::config::family::Family;
 use crate::model::config::keys::Keys;
 use crate::model::config::limits::{HEADS, HIDDEN, LAYERS, VOCAB};
-use crate::model::config::rope::{ROPE_SCALING, Rope};
 use crate::model::config::types::{KeySource, LayerAttention, LayerInputs};
 use ft_base::store::json::short;
 use std::collections::HashMap;
@@ -124,29 +123,5 @@ impl Keys<'_> {
             (head_dim.unwrap_or(a.head_dim), kv_heads.unwrap_or(a.kv_heads))
         };
         Ok(layers.iter().enumerate().map(of).collect())
-    }
-
-    /// Rotary embeddings of full and of sliding layers.
-    pub(in crate::model::config) fn ropes_by_layer(
-        &self,
-        family: &Family,
-        layers: &[LayerAttention],
-        max_positions: usize,
-    ) -> Result<Vec<Rope>> {
-        let of_type = |sliding: bool| -> Result<usize> {
-            let mut dims = layers.iter().filter(|l| l.window.is_some() == sliding).map(|l| l.head_dim);
-            let first = dims.next().unwrap_or(2);
-            if dims.any(|dim| dim != first) || !first.is_multiple_of(2) {
-                let why = "an even head_dim is wanted, the same in all layers of a type";
-                return Err(self.bad("per_layer_config", why));
-            }
-            Ok(first)
-        };
-        let dims = [of_type(false)?, of_type(true)?];
-        if family.by_layer && self.get(ROPE_SCALING).is_some() {
-            let why = format!("{} has rope_parameters: transformers does not read it", family.model_type);
-            return Err(self.bad(ROPE_SCALING, why));
-        }
-        Rope::parse_by_type(self, max_positions, dims)
     }
 }

@@ -109,6 +109,73 @@ fn keys_without_effect_are_told() -> Result<()> {
     Ok(())
 }
 
+/// The distance between layers with full attention is a key of Gemma 3; other classes have their own.
+#[test]
+fn a_pattern_of_windows_is_read_for_gemma_3_alone() -> Result<()> {
+    for (key, families) in [
+        (
+            "sliding_window_pattern",
+            [("gemma3_text", 3, 0), ("olmo3", 4, 1), ("gpt_oss", 2, 1), ("gemma4_text", 6, 1)],
+        ),
+        (
+            "_sliding_window_pattern",
+            [("gemma3_text", 6, 1), ("olmo3", 4, 1), ("gpt_oss", 2, 1), ("gemma4_text", 6, 1)],
+        ),
+    ] {
+        for (family, every, told) in families {
+            let c = read(&json!({"model_type": family, key: 3}))?;
+            let full = c.attention.iter().position(|a| a.window.is_none()).map(|l| l + 1);
+            assert_eq!((full, c.notes.len()), (Some(every), told), "{family}: {:?}", c.notes);
+            assert!(c.notes.iter().all(|n| n.starts_with(&format!("{key}: 3 "))), "{:?}", c.notes);
+        }
+    }
+    let types = json!(["sliding_attention", "full_attention"]);
+    let raw = |every: usize| {
+        json!({"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": types,
+        "sliding_window_pattern": every, "_sliding_window_pattern": every})
+    };
+    assert_eq!((read(&raw(2))?.notes.len(), read(&raw(3))?.notes.len()), (0, 2));
+    Ok(())
+}
+
+/// An error says so where the file does not have the key.
+#[test]
+fn errors_name_defaults_of_the_class() {
+    let of_class = "the default of its class";
+    for (raw, key, is_default) in [
+        (
+            json!({"model_type": "qwen2", "num_attention_heads": 16}),
+            "num_key_value_heads: 32; 16 heads",
+            true,
+        ),
+        (
+            json!({"model_type": "qwen2", "num_attention_heads": 16, "num_key_value_heads": 32}),
+            "num_key_value_heads: 32; 16 heads",
+            false,
+        ),
+        (
+            json!({"model_type": "qwen2", "hidden_size": 1 << 20, "num_attention_heads": 4096, "head_dim": 4096,
+            "num_key_value_heads": 4096, "num_hidden_layers": 1024}),
+            "num_attention_heads: 4096; with",
+            false,
+        ),
+        (
+            json!({"model_type": "mixtral", "hidden_size": 1 << 20, "num_hidden_layers": 1024, "head_dim": 128}),
+            "intermediate_size: 14336; with",
+            true,
+        ),
+    ] {
+        let e = read(&raw).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(e.contains(key) && e.contains(of_class) == is_default, "{raw}: {e}");
+    }
+    let text = json!({"model_type": "qwen3_5_moe", "text_config": {"num_experts_per_tok": 300}});
+    let e = read(&text).err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(e.contains("text_config.num_experts_per_tok: 300 of 256") && !e.contains(of_class), "{e}");
+    let text = json!({"model_type": "qwen3_5", "text_config": {"num_attention_heads": 6}});
+    let e = read(&text).err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(e.contains("text_config.num_key_value_heads: 4; 6") && e.contains(of_class), "{e}");
+}
+
 /// The head of a vision checkpoint goes by the key of the whole, in an override too.
 #[test]
 fn an_override_unties_a_vision_checkpoint() -> Result<()> {

@@ -107,6 +107,38 @@ fn a_factor_without_a_type_is_refused() {
     assert!(e.as_ref().is_err_and(|e| e.contains("rope_scaling.factor")), "{e:?}");
 }
 
+/// transformers ignores the factor of a file, in a table by layer type too.
+#[test]
+fn a_factor_without_a_type_in_a_file_is_noted() -> Result<()> {
+    let table = json!({"rope_type": "default", "factor": 8.0, "rope_theta": 1e6});
+    let by_type = json!({"full_attention": {"rope_theta": 1e6}, "sliding_attention": table});
+    for (family, parameters, path) in [
+        ("qwen3", table, "rope_parameters.factor: "),
+        ("gemma3_text", by_type, "rope_parameters.sliding_attention.factor: "),
+    ] {
+        let raw = json!({"model_type": family, "rope_parameters": parameters});
+        let (c, _) = overridden(raw, json!({"rope_theta": 4e6}))?;
+        assert!(c.ropes.iter().all(|r| r.scaling == Scaling::Default), "{family}");
+        assert!(c.notes.len() == 1 && c.notes[0].starts_with(path), "{family}: {:?}", c.notes);
+        let e = overridden(json!({"model_type": family}), json!({"rope_parameters": parameters})).map(|_| ());
+        let e = e.map_err(|e| e.to_string());
+        assert!(e.as_ref().is_err_and(|e| e.contains(path)), "{family}: {e:?}");
+    }
+    Ok(())
+}
+
+/// A file's empty table is an absent one. In an override it would change nothing.
+#[test]
+fn an_empty_scaling_is_refused() -> Result<()> {
+    let raw = json!({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}});
+    let e = overridden(raw.clone(), json!({"rope_scaling": {}})).map(|_| ()).map_err(|e| e.to_string());
+    let named = |e: &String| e.contains("rope_scaling: {}") && e.contains("rope_type = \"default\"");
+    assert!(e.as_ref().is_err_and(named), "{e:?}");
+    let (c, _) = overridden(raw, json!({"rope_scaling": {"rope_type": "default"}}))?;
+    assert_eq!(c.ropes[0].scaling, Scaling::Default);
+    Ok(())
+}
+
 /// A file of transformers 4 keeps its spelling, and a base in its table.
 #[test]
 fn a_new_scaling_stays_in_the_table_of_the_file() -> Result<()> {
@@ -161,4 +193,164 @@ fn a_scaling_that_nothing_reads_is_refused() {
     let raw = json!({"model_type": "gemma4_text", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}});
     let e = overridden(raw, json!({})).map(|_| ()).map_err(|e| e.to_string());
     assert!(e.as_ref().is_err_and(|e| e.contains("rope_scaling")), "{e:?}");
+}
+
+fn refused(raw: Value, set: Value) -> String {
+    overridden(raw, set).err().map(|e| e.to_string()).unwrap_or_default()
+}
+
+/// The classes of other families have their own base for sliding layers.
+#[test]
+fn a_local_base_in_a_file_is_read_for_gemma_3_alone() -> Result<()> {
+    for (family, theta, told) in [("gemma3_text", 5e4, 0), ("olmo3", 5e5, 1), ("gemma4_text", 1e4, 1)] {
+        let raw = json!({"model_type": family, "rope_local_base_freq": 5e4});
+        let (c, _) = overridden(raw, json!({}))?;
+        assert_eq!((c.ropes[1].theta, c.notes.len()), (theta, told), "{family}: {:?}", c.notes);
+        assert!(c.notes.iter().all(|n| n.starts_with("rope_local_base_freq: ")), "{:?}", c.notes);
+    }
+    Ok(())
+}
+
+/// In its table, transformers reads it for every family with two embeddings.
+#[test]
+fn a_new_local_base_is_in_the_table_of_sliding_layers() -> Result<()> {
+    let set = json!({"rope_local_base_freq": 5e4});
+    for mut raw in [json!({}), yarn()] {
+        raw["model_type"] = json!("olmo3");
+        let (c, text) = overridden(raw, set.clone())?;
+        assert_eq!((c.ropes[0].theta, c.ropes[1].theta, c.notes.len()), (5e5, 5e4, 0));
+        assert_eq!(text["rope_parameters"]["sliding_attention"]["rope_theta"], json!(5e4));
+    }
+    let e = refused(json!({"model_type": "llama"}), set);
+    assert!(e.contains("rope_local_base_freq: 50000.0 has no effect") && e.contains("model.override"), "{e}");
+    Ok(())
+}
+
+/// transformers 4 scales by it, 5 has `rope_type` default of the class.
+#[test]
+fn a_type_without_rope_type_is_refused_with_two_embeddings() -> Result<()> {
+    let former = json!({"type": "linear", "factor": 8.0});
+    for family in ["gemma3_text", "olmo3"] {
+        let raw = json!({"model_type": family, "rope_scaling": former});
+        let e = refused(raw.clone(), json!({}));
+        assert!(e.contains("rope_scaling.type: linear; ") && e.contains("rope_type = \"linear\""), "{e}");
+        for set in [json!({"rope_type": "linear", "factor": 8.0}), former.clone()] {
+            let (c, _) = overridden(raw.clone(), json!({"rope_scaling": set}))?;
+            assert_eq!(c.ropes[0].scaling, Scaling::Linear { factor: 8.0 }, "{family}: {set}");
+        }
+        let (c, _) = overridden(json!({"model_type": family, "rope_scaling": {"factor": 8.0}}), json!({}))?;
+        assert!(c.ropes[0].scaling == Scaling::Default && c.notes.len() == 1, "{family}: {:?}", c.notes);
+    }
+    Ok(())
+}
+
+/// In files they are noted, in overrides refused.
+#[test]
+fn keys_that_no_class_with_two_embeddings_reads_are_told() -> Result<()> {
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "truncate": false});
+    let by_type = json!({"full_attention": yarn, "sliding_attention": {"rope_type": "default"}});
+    let shared = json!({"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default"}});
+    for (key, value, path) in [
+        ("rope_scaling", yarn, "rope_scaling.truncate: "),
+        ("rope_parameters", by_type, "rope_parameters.full_attention.truncate: "),
+        ("rope_parameters", shared, "rope_parameters.full_attention.partial_rotary_factor: "),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor: "),
+        ("original_max_position_embeddings", json!(512), "original_max_position_embeddings: "),
+        ("rope_theta", json!(7e5), ""),
+    ] {
+        for family in ["gemma3_text", "olmo3"] {
+            let (c, _) = overridden(json!({"model_type": family, key: value}), json!({}))?;
+            let told: Vec<bool> = c.notes.iter().map(|n| n.starts_with(path)).collect();
+            assert_eq!(told, vec![true; usize::from(!path.is_empty())], "{family}: {key}: {:?}", c.notes);
+            let e = refused(json!({"model_type": family}), json!({ key: value }));
+            let is_told = e.contains("has no effect") && e.contains("model.override");
+            assert_eq!(is_told, !path.is_empty(), "{family}: {key}: {e}");
+        }
+    }
+    Ok(())
+}
+
+/// Where the tables have a base, transformers does not read the one at the top level.
+#[test]
+fn a_base_beside_one_in_the_table_is_told() -> Result<()> {
+    let raw = json!({"model_type": "qwen3", "rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6}});
+    let (c, _) = overridden(raw, json!({}))?;
+    assert!(c.ropes[0].theta == 1e6 && c.notes.len() == 1, "{:?}", c.notes);
+    assert!(c.notes[0].starts_with("rope_theta: "), "{:?}", c.notes);
+    Ok(())
+}
+
+/// The share at the top level is that of tables without one.
+#[test]
+fn a_share_at_the_top_level_is_read() -> Result<()> {
+    let by_type = json!({"full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}});
+    let raw = json!({"model_type": "gemma4_text", "rope_parameters": by_type, "partial_rotary_factor": 0.25});
+    let (c, _) = overridden(raw, json!({}))?;
+    assert_eq!(c.ropes[0].scaling, Scaling::Proportional { factor: 1.0, share: 0.25 });
+    let mut raw = yarn();
+    raw["model_type"] = json!("gemma3_text");
+    raw["partial_rotary_factor"] = json!(0.25);
+    let e = refused(raw, json!({}));
+    assert!(e.contains("config.json: partial_rotary_factor: 0.25; 1 is wanted"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn errors_name_the_table_that_has_the_key() {
+    let by_type = |base: f64| {
+        json!({"full_attention": {"rope_type": "default", "rope_theta": base},
+            "sliding_attention": {"rope_type": "default"}})
+    };
+    let linear = |factor: f64| json!({"rope_type": "linear", "factor": factor});
+    for (raw, path) in [
+        (
+            json!({"model_type": "gemma3_text", "rope_parameters": by_type(0.5), "rope_scaling": linear(8.0)}),
+            ": rope_parameters.full_attention.rope_theta: ",
+        ),
+        (
+            json!({"model_type": "gemma3_text", "rope_parameters": by_type(1e6), "rope_scaling": linear(-1.0)}),
+            ": rope_scaling.factor: ",
+        ),
+        (
+            json!({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear"}}),
+            ": rope_scaling.factor: missing",
+        ),
+        (
+            json!({"model_type": "gemma4_text", "rope_theta": 1e6, "rope_parameters": by_type(1e6)}),
+            ": rope_parameters.sliding_attention.rope_theta: missing",
+        ),
+        (
+            json!({"model_type": "phi3", "rope_parameters": linear(2.0)}),
+            ": rope_parameters.rope_type: linear; ",
+        ),
+        (json!({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}), ": rope_scaling.type: yarn; "),
+        (
+            json!({"model_type": "olmo3", "rope_scaling": {"rope_type": "longrope"}}),
+            ": rope_scaling.rope_type: longrope; olmo3 is built with default, linear, llama3, proportional, yarn",
+        ),
+    ] {
+        let e = refused(raw.clone(), json!({}));
+        assert!(e.contains(path), "{raw}: {e}");
+    }
+}
+
+/// The logarithm of a length of 1 is a divisor of the attention factor.
+#[test]
+fn longrope_wants_a_length_above_1() -> Result<()> {
+    let factors = vec![1.0; 48];
+    let of = |table: Option<usize>, top: Option<usize>| {
+        json!({"model_type": "phi3", "original_max_position_embeddings": top, "rope_scaling": {
+            "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
+            "original_max_position_embeddings": table}})
+    };
+    overridden(of(Some(2), None), json!({}))?;
+    for (table, top, path) in
+        [(Some(1), None, ": rope_scaling.original_max"), (Some(8), Some(1), ": original_max")]
+    {
+        let e = refused(of(table, top), json!({}));
+        assert!(e.contains(path) && e.contains(": 1; 2 or more is wanted"), "{e}");
+    }
+    Ok(())
 }

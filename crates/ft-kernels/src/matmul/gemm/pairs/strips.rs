@@ -44,7 +44,7 @@ impl<T: Copy> Buffer<T> {
 /// If the shapes don't match, or [`Path::Dots`](super::Path::Dots) is not supported (caller bugs).
 pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    let place = Place { half: Some(Shared::new(out.start())), wide: None, stride: columns(a, b) };
+    let place = Destination { half: Some(Shared::new(out.start())), wide: None, stride: columns(a, b) };
     product(place, false, a, b, alpha);
     // SAFETY: the product wrote every value.
     unsafe { out.written() }
@@ -56,7 +56,7 @@ pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
 /// As [`rounded`].
 pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    let place = Place { half: None, wide: Some(Shared::new(out.start())), stride: columns(a, b) };
+    let place = Destination { half: None, wide: Some(Shared::new(out.start())), stride: columns(a, b) };
     product(place, false, a, b, alpha);
     // SAFETY: the product wrote every value.
     unsafe { out.written() }
@@ -68,8 +68,12 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
 /// As [`rounded`].
 pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     let (len, place) = match c {
-        Onto::Half(c) => (c.len(), Place { half: Some(Shared::new(c.as_mut_ptr())), wide: None, stride }),
-        Onto::Wide(c) => (c.len(), Place { half: None, wide: Some(Shared::new(c.as_mut_ptr())), stride }),
+        Onto::Half(c) => {
+            (c.len(), Destination { half: Some(Shared::new(c.as_mut_ptr())), wide: None, stride })
+        }
+        Onto::Wide(c) => {
+            (c.len(), Destination { half: None, wide: Some(Shared::new(c.as_mut_ptr())), stride })
+        }
     };
     let (m, n) = (a.rows, columns(a, b));
     assert!(m == 0 || stride >= n && len >= (m - 1) * stride + n, "product outside its destination");
@@ -89,7 +93,7 @@ fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
 
 /// Destination of a product, bf16 or f32, with row stride `stride`.
 #[derive(Clone, Copy)]
-struct Place {
+struct Destination {
     half: Option<Shared<bf16>>,
     wide: Option<Shared<f32>>,
     stride: usize,
@@ -97,7 +101,7 @@ struct Place {
 
 /// `out = alpha a b`, or `out += alpha a b` with `add`. `out` has the size of the product and is not
 /// accessed otherwise during the call.
-fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+fn product(out: Destination, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     assert!(panels::are_here(), "dot products that this processor does not have");
     let (m, k, n) = (a.rows, a.cols, columns(a, b));
     if m == 0 || n == 0 || k == 0 {
@@ -130,7 +134,7 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
 struct Work<'a> {
     partition: Partition,
     sizes: Sizes,
-    out: Place,
+    out: Destination,
     add: bool,
     alpha: f32,
     /// Left operand.
@@ -250,7 +254,7 @@ impl Work<'_> {
                 let height = ROWS.min(rows.end - row);
                 let at = row * stride + own.start + c;
                 let out = match self.out {
-                    Place { wide: Some(wide), .. } => panels::Out {
+                    Destination { wide: Some(wide), .. } => panels::Out {
                         wide: wide.at(at),
                         wide_stride: stride,
                         half: std::ptr::null_mut(),
@@ -260,7 +264,7 @@ impl Work<'_> {
                         add_half: false,
                         to_half: false,
                     },
-                    Place { half, .. } => panels::Out {
+                    Destination { half, .. } => panels::Out {
                         wide: sums.at((row - rows.start) * own.len() + c),
                         wide_stride: own.len(),
                         half: half.map_or(std::ptr::null_mut(), |h| h.at(at)),

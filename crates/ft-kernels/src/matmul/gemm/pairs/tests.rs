@@ -129,7 +129,7 @@ fn threads_change_no_bit() -> Result<()> {
 
 /// NaN and infinity stay in their row or column.
 #[test]
-fn what_is_not_finite_stays_in_its_row() -> Result<()> {
+fn non_finite_values_stay_in_their_row_or_column() -> Result<()> {
     if !Path::Dots.is_here() {
         return Ok(());
     }
@@ -149,7 +149,7 @@ fn what_is_not_finite_stays_in_its_row() -> Result<()> {
 }
 
 #[test]
-fn the_environment_chooses_a_path() {
+fn ft_bf16_chooses_the_path_of_products() {
     let fastest = if Path::Dots.is_here() { Path::Dots } else { Path::Widened };
     assert_eq!(Path::choose(None), Ok(fastest));
     assert_eq!(Path::choose(Some("")), Ok(fastest));

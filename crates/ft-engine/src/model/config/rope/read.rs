@@ -1,0 +1,261 @@
+//! Reads rotary embeddings from their tables in `config.json`.
+
+use super::tables::{BASE, DEFAULT, KINDS, ROPE_PARAMETERS, ROPE_SCALING, in_effect};
+use super::{Rope, Scaling};
+use crate::model::config::error::{Error, Result};
+use crate::model::config::family::{Family, LOCAL, PARTIAL};
+use crate::model::config::keys::Keys;
+use crate::model::config::limits::POSITIONS;
+use crate::model::config::types::LayerAttention;
+use ft_base::store::json::short;
+use serde_json::{Map, Value, json};
+use std::ops::RangeInclusive;
+
+/// Range of the base: above 1, with powers representable in f32.
+const THETA: RangeInclusive<f64> = 1.000_001..=1e15;
+/// Range of factors and lengths.
+const FACTOR: RangeInclusive<f64> = 1e-6..=1e9;
+/// Range of the share of a head's channels.
+const SHARE: RangeInclusive<f64> = 0.0..=1.0;
+
+/// Key of the context length in pre-training.
+const ORIGINAL: &str = "original_max_position_embeddings";
+/// Key of YaRN's rounding.
+const TRUNCATE: &str = "truncate";
+
+/// Names of LongRoPE.
+const LONG: [&str; 2] = ["longrope", "su"];
+
+/// Reads the rotary embeddings of settled keys: one of all layers, or those of full and of sliding layers.
+pub(in crate::model::config) fn read(
+    keys: &Keys<'_>,
+    family: &Family,
+    layers: &[LayerAttention],
+    (head_dim, positions): (usize, usize),
+) -> Result<Vec<Rope>> {
+    let of = |((t, base), slides): ((&Keys<'_>, &str), bool)| -> Result<Rope> {
+        let dim =
+            if family.two_ropes { dim_of(keys, layers, slides)? } else { rotary(keys, t, family, head_dim)? };
+        let theta = match t.number(BASE, THETA)? {
+            Some(theta) => theta,
+            None if family.by_layer => return Err(t.bad(BASE, "missing")),
+            None => keys.required(base, THETA)?,
+        };
+        Ok(Rope { theta, scaling: scaling(keys, t, family, (dim, positions))?, dim })
+    };
+    in_effect(keys, family)?.iter().zip([BASE, LOCAL]).zip([false, true]).map(of).collect()
+}
+
+/// Notes on keys of `file` that transformers does not read, given the settled `keys`; an error for a key of overrides.
+pub(in crate::model::config) fn unread(
+    (file, keys): (&Keys<'_>, &Keys<'_>),
+    family: &Family,
+    ropes: &[Rope],
+    overrides: &Map<String, Value>,
+) -> Result<Vec<String>> {
+    let is_set = |key: &str| overrides.contains_key(key);
+    let scaling = overrides.get(ROPE_SCALING);
+    let mut notes = Vec::new();
+    for (i, t) in in_effect(keys, family)?.iter().enumerate() {
+        // A new scaling or share is not of sliding layers.
+        let of_full = |key: &str| is_set(key) || scaling.is_some_and(|t| t.get(key).is_some());
+        let is_new = |key: &str| is_set(ROPE_PARAMETERS) || (i == 0 && of_full(key));
+        if kind_of(t)? == DEFAULT {
+            for key in ["factor"].into_iter().chain(family.two_ropes.then_some(PARTIAL)) {
+                notes.extend(idle(t, key, (json!(1.0), "rope_type is default"), is_new(key))?);
+            }
+        }
+        let why = "it is read beside the layer types";
+        notes.extend(idle(t, TRUNCATE, (json!(truncates(keys, t, family)?), why), is_new(TRUNCATE))?);
+    }
+    for (i, key) in [BASE, LOCAL].into_iter().enumerate() {
+        let theta = ropes.get(i).map(|r| r.theta);
+        let why = theta.map_or("all layers have one base".into(), |t| format!("the base in effect is {t}"));
+        notes.extend(idle(file, key, (json!(theta), &why), is_set(key))?);
+    }
+    if family.two_ropes {
+        let of = |r: &Rope| if let Scaling::Proportional { share, .. } = r.scaling { share } else { 1.0 };
+        let share = ropes.iter().map(of).fold(1.0, f64::min);
+        let why = format!("the share in effect is {share}");
+        notes.extend(idle(file, PARTIAL, (json!(share), &why), is_set(PARTIAL))?);
+        let why = "it is read in the tables of the layer types";
+        notes.extend(idle(file, ORIGINAL, (Value::Null, why), is_set(ORIGINAL))?);
+    }
+    Ok(notes)
+}
+
+/// A note on a key without effect, unless its value is the one in effect; an error if it `is_new`.
+fn idle(t: &Keys<'_>, key: &str, (effect, why): (Value, &str), is_new: bool) -> Result<Option<String>> {
+    let is_same = |v: &Value| *v == effect || (v.is_number() && v.as_f64() == effect.as_f64());
+    let Some(v) = t.get(key).filter(|v| !is_same(v)) else { return Ok(None) };
+    let text = format!("{} has no effect, as in transformers: {why}", short(v));
+    if is_new { Err(t.bad(key, text)) } else { Ok(Some(format!("{}: {text}", t.name(key)))) }
+}
+
+/// Share of a head's channels that rotate, in the table or at the top level.
+fn share(keys: &Keys<'_>, t: &Keys<'_>) -> Result<Option<f64>> {
+    Ok(t.number(PARTIAL, SHARE)?.or(keys.number(PARTIAL, SHARE)?))
+}
+
+/// Error for the share that [`share`] reads.
+fn bad_share(keys: &Keys<'_>, t: &Keys<'_>, why: String) -> Error {
+    let table = if t.get(PARTIAL).is_some() { t } else { keys };
+    table.bad(PARTIAL, why)
+}
+
+/// Number of rotated channels of a head.
+fn rotary(keys: &Keys<'_>, t: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
+    let rotary = (head_dim as f64 * share(keys, t)?.unwrap_or(family.default_rotary)) as usize;
+    let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&PARTIAL);
+    if rotary == 0 || !rotary.is_multiple_of(2) || !built {
+        let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
+        let what = if built { "an even number" } else { "all" };
+        return Err(bad_share(keys, t, why + what));
+    }
+    Ok(rotary)
+}
+
+/// Channels of a head of sliding or of full layers.
+fn dim_of(keys: &Keys<'_>, layers: &[LayerAttention], slides: bool) -> Result<usize> {
+    let mut dims = layers.iter().filter(|l| l.window.is_some() == slides).map(|l| l.head_dim);
+    let first = dims.next().unwrap_or(2);
+    if dims.any(|dim| dim != first) || !first.is_multiple_of(2) {
+        let why = "an even head_dim is wanted, the same in all layers of a type";
+        return Err(keys.bad("per_layer_config", why));
+    }
+    Ok(first)
+}
+
+/// Key of the name of the scaling in a table.
+fn kind_key(t: &Keys<'_>) -> &'static str {
+    KINDS.into_iter().find(|key| t.get(key).is_some()).unwrap_or(KINDS[0])
+}
+
+/// Name of the scaling in a table.
+fn kind_of<'a>(t: &Keys<'a>) -> Result<&'a str> {
+    Ok(t.string(kind_key(t))?.unwrap_or(DEFAULT))
+}
+
+/// Whether YaRN's range is rounded: transformers reads the key beside the layer types, not in their tables.
+fn truncates(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<bool> {
+    let beside = if family.two_ropes { keys.table(ROPE_PARAMETERS)? } else { None };
+    Ok(beside.as_ref().unwrap_or(t).flag(TRUNCATE)?.unwrap_or(true))
+}
+
+/// Refuses scalings that are not built for the family, or that transformers 4 and 5 read differently.
+fn check(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<()> {
+    let kind = kind_of(t)?;
+    let built: &[&str] = match (family.joint_qkv, family.two_ropes) {
+        (true, _) => &[DEFAULT, LONG[0]],
+        (false, true) => &[DEFAULT, "linear", "llama3", "proportional", "yarn"],
+        (false, false) => &[DEFAULT, "linear", "llama3", LONG[0], "yarn"],
+    };
+    let name = if LONG.contains(&kind) { LONG[0] } else { kind };
+    if !built.contains(&name) {
+        let why = format!("{kind}; {} is built with {}", family.model_type, built.join(", "));
+        return Err(t.bad(kind_key(t), why));
+    }
+    if !family.two_ropes {
+        return Ok(());
+    }
+    if let Some(former) = t.string(KINDS[1])?.filter(|former| *former != kind) {
+        let why = format!("{former}; transformers 5 takes rope_type, which is {kind}");
+        let hint = format!("write rope_type = \"{former}\" in place of it");
+        return Err(t.bad(KINDS[1], format!("{why}\n  hint: {hint}")));
+    }
+    match share(keys, t)?.filter(|share| *share != 1.0) {
+        // Classes ignore a share without scaling, and fail on one with a scaling of all channels.
+        Some(share) if ![DEFAULT, "proportional"].contains(&kind) => {
+            let why = format!("{share}; 1 is wanted with rope_type {kind}, which rotates all channels");
+            Err(bad_share(keys, t, why))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The scaling in a table, of `dim` channels.
+fn scaling(
+    keys: &Keys<'_>,
+    t: &Keys<'_>,
+    family: &Family,
+    (dim, positions): (usize, usize),
+) -> Result<Scaling> {
+    check(keys, t, family)?;
+    let kind = kind_of(t)?;
+    let need = |key: &str| -> Result<f64> {
+        t.number(key, FACTOR)?.ok_or_else(|| t.bad(key, format!("missing; rope_type {kind} needs it")))
+    };
+    let original = || -> Result<f64> {
+        let top = if family.two_ropes { None } else { keys.number(ORIGINAL, FACTOR)? };
+        Ok(top.or(t.number(ORIGINAL, FACTOR)?).unwrap_or(positions as f64))
+    };
+    Ok(match kind {
+        DEFAULT => Scaling::Default,
+        "linear" => Scaling::Linear { factor: need("factor")? },
+        "llama3" => {
+            let factor = need("factor")?;
+            let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+            let original = original()?;
+            if high <= low {
+                let why = format!("{high}; more than low_freq_factor {low} is wanted");
+                return Err(t.bad("high_freq_factor", why));
+            }
+            Scaling::Llama3 { factor, low, high, original }
+        }
+        "yarn" => {
+            let original = original()?;
+            let by_lengths = t.raw.get("factor").is_some_and(Value::is_null);
+            let factor = if by_lengths { positions as f64 / original } else { need("factor")? };
+            yarn(t, (factor, original), truncates(keys, t, family)?)?
+        }
+        "proportional" => Scaling::Proportional {
+            factor: t.number("factor", FACTOR)?.unwrap_or(1.0),
+            share: share(keys, t)?.unwrap_or(1.0),
+        },
+        _ => long(keys, t, (dim, positions))?,
+    })
+}
+
+fn yarn(t: &Keys<'_>, (factor, original): (f64, f64), truncate: bool) -> Result<Scaling> {
+    let mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
+    let scales = 0.0..=1e3;
+    let inferred = match (t.number("mscale", scales.clone())?, t.number("mscale_all_dim", scales)?) {
+        (Some(a), Some(b)) if a != 0.0 && b != 0.0 => mscale(factor, a) / mscale(factor, b),
+        _ => mscale(factor, 1.0),
+    };
+    let beta = |key: &str, default: f64| -> Result<f64> {
+        // transformers treats 0 as the default.
+        Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
+    };
+    Ok(Scaling::Yarn {
+        factor,
+        attention: t.number("attention_factor", FACTOR)?.unwrap_or(inferred),
+        beta_fast: beta("beta_fast", 32.0)?,
+        beta_slow: beta("beta_slow", 1.0)?,
+        original,
+        truncate,
+    })
+}
+
+/// LongRoPE as Phi-3 has it.
+fn long(keys: &Keys<'_>, t: &Keys<'_>, (dim, positions): (usize, usize)) -> Result<Scaling> {
+    let (top, own) = (keys.some(ORIGINAL, POSITIONS)?, t.some(ORIGINAL, POSITIONS)?);
+    let original = top.or(own).unwrap_or(positions);
+    if original < 2 {
+        // The attention factor divides by its logarithm.
+        let table = if top.is_some() { keys } else { t };
+        return Err(table.bad(ORIGINAL, format!("{original}; 2 or more is wanted")));
+    }
+    let list = |key: &str| -> Result<Vec<f32>> {
+        let own = t.get(key).and_then(|v| serde_json::from_value::<Vec<f32>>(v.clone()).ok());
+        let fits = |f: &f32| FACTOR.contains(&f64::from(*f));
+        own.filter(|l| l.len() == dim / 2 && l.iter().all(fits)).ok_or_else(|| {
+            t.bad(key, format!("a list of {} factors is wanted, one for two channels", dim / 2))
+        })
+    };
+    let stated = t.number("factor", FACTOR)?;
+    let factor = stated.unwrap_or(positions as f64 / original as f64);
+    let inferred = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+    let attention = t.number("attention_factor", FACTOR)?.unwrap_or(inferred);
+    Ok(Scaling::Long { short: list("short_factor")?, long: list("long_factor")?, attention, original })
+}

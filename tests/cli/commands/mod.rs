@@ -1,0 +1,8 @@
+//! Commands in everyday use.
+
+mod daily;
+mod first;
+mod import;
+mod push;
+mod shipped;
+pub mod verbs;

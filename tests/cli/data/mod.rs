@@ -1,0 +1,4 @@
+//! Data sources, and the texts made of their rows.
+
+mod sources;
+mod text;

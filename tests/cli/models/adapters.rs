@@ -1,0 +1,240 @@
+//! Training from an adapter, and merging.
+
+use crate::world::{World, recipe, reference};
+use serde_json::json;
+
+/// A world with a model on disk; `rules` select the trained modules.
+fn world(case: &str, rules: &str) -> World {
+    let w = World::new();
+    let source = format!("source = {:?}", reference(&format!("{case}/model")));
+    w.write("r.toml", recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &source));
+    w
+}
+
+/// Trains, evaluates the adapter, merges, and evaluates the merged model: all losses must agree. Returns
+/// whether the merge untied head and embedding.
+#[track_caller]
+fn one_loss(case: &str, rules: &str) -> bool {
+    let w = world(case, rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let base = w.ok(&["eval", "r.toml", "--json"]).loss();
+    let unmerged = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
+    let merged = w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let loss = w.ok(&["eval", "r.toml", "--json", "model.source=m"]).loss();
+    assert!((base - end).abs() > 1e-3, "{case}: the run moved nothing");
+    assert!((unmerged - end).abs() <= 1e-6 * end, "{case}: {unmerged} unmerged, {end} in the run");
+    assert!((loss - end).abs() <= 1e-5 * end, "{case}: {loss} merged, {end} in the run");
+    assert_eq!(merged.out, "m\n");
+    merged.err.contains("head and embedding are two tensors now")
+}
+
+const ENDS: &str = "[[train]]\nmodules = [\"attention\", \"embedding\", \"head\"]\nrank = 3\nalpha = 6\n";
+
+#[test]
+fn adapters_merge_into_the_same_model() {
+    assert!(!one_loss("llama-embed-head", ENDS), "an untied model");
+    assert!(one_loss("qwen3-dense", ENDS), "a tied model, both ends");
+    assert!(one_loss("qwen3-dense", &ENDS.replace("\"embedding\", ", "")), "a tied model, its head");
+    assert!(one_loss("qwen3-dense", &ENDS.replace(", \"head\"", "")), "a tied model, its embedding");
+    let full = "[[train]]\nmodules = [\"mlp\"]\nrank = 3\n[[train]]\nmodules = [\"embedding\", \"norms\"]\nmethod = \"full\"";
+    assert!(!one_loss("qwen3-dense", full), "a tied model whose one tensor trains in full");
+    // Biases; those of linear layers in full are trained.
+    let biases = "[[train]]\nmodules = [\"attention\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"mlp\", \"head\"]\nrslora = true\nrank = 3";
+    assert!(!one_loss("qwen2-bias", biases));
+    let dora = "[[train]]\nmodules = [\"attention\", \"head\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3";
+    assert!(one_loss("llama-yarn", dora), "a tied model, DoRA on its head");
+}
+
+#[test]
+fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
+    let w = world("qwen3-one-kv", "[[train]]\nmodules = [\"attention\"]\nrank = 3\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let dtype = |dir: &str| {
+        let files = ft::files::TensorFiles::open_model(&w.path(dir)).expect("a model");
+        let config: serde_json::Value =
+            serde_json::from_slice(&w.read(&format!("{dir}/config.json"))).expect("JSON");
+        let named =
+            config.get("dtype").or(config.get("torch_dtype")).and_then(|d| d.as_str()).map(str::to_string);
+        (files.names().map(|n| files.info(n).expect("a tensor").dtype.to_string()).collect::<Vec<_>>(), named)
+    };
+    w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let (all, named) = dtype("m");
+    assert!(all.iter().all(|d| d == "BF16") && named.as_deref() == Some("bfloat16"), "{all:?} {named:?}");
+
+    // The merge needs an empty folder, or `--overwrite`.
+    w.write("m/notes.txt", "mine");
+    let r = w.ft(&["merge", "a/adapter", "--out", "m", "--dtype", "f32"]);
+    assert!(
+        r.code == 2 && r.err.contains("is no empty folder") && r.err.contains("hint: another folder"),
+        "{}",
+        r.err
+    );
+    w.ok(&["merge", "a/adapter", "--out", "m", "--dtype", "f32", "--overwrite"]);
+    let (all, named) = dtype("m");
+    assert!(all.iter().all(|d| d == "F32") && named.as_deref() == Some("float32"), "{all:?} {named:?}");
+    assert_eq!(w.read("m/notes.txt"), b"mine");
+    for into in ["a/adapter", "a/../a/adapter/"] {
+        let r = w.ft(&["merge", "a/adapter", "--out", into, "--overwrite"]);
+        assert!(r.code == 2 && r.err.contains("holds what is merged"), "{}", r.err);
+    }
+
+    // The base of the adapter has moved.
+    let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let base = reference("qwen3-one-kv/model");
+    w.write("a/adapter/adapter_config.json", config.replace(&base, "/gone"));
+    let r = w.ft(&["merge", "a/adapter", "--out", "n"]);
+    assert!(
+        r.code == 4 && r.err.contains("base_model_name_or_path") && r.err.contains("--base"),
+        "{}",
+        r.err
+    );
+    w.ok(&["merge", "a/adapter", "--out", "n", "--base", &base, "--dtype", "f32"]);
+    assert!(w.read("n/model.safetensors") == w.read("m/model.safetensors"));
+    let r = w.ft(&["merge", "a/adapter", "--out", "o", "--base", &reference("llama3-rope/model")]);
+    assert!(r.code == 4 && r.err.contains("adapter_model.safetensors"), "{}", r.err);
+    assert!(!w.path("o").exists());
+}
+
+/// Without rules, the config of the adapter selects the trained modules; with rules, the rules do.
+#[test]
+fn a_run_goes_on_from_an_adapter() {
+    let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\nrslora = true\n[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"\n";
+    let w = world("llama3-rope", rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let starts =
+        |run: &str| w.events(run, "eval").first().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let on = ["lora.init=a/adapter", "run.eval_at_start=true", "run.steps=2"];
+
+    w.ok(&[&["run", "r.toml", "run.output=with"][..], &on].concat());
+    assert!((starts("with") - end).abs() <= 1e-6 * end);
+    let mut text = String::from_utf8(w.read("r.toml")).expect("a recipe");
+    text = text.replace(rules, "");
+    w.write("without.toml", &text);
+    w.ok(&[&["run", "without.toml", "run.output=without"][..], &on].concat());
+    assert!((starts("without") - end).abs() <= 1e-6 * end);
+    // The default learning rate depends on the trained modules, and these are the same.
+    let weights = |run: &str| w.read(&format!("{run}/adapter/adapter_model.safetensors"));
+    assert!(weights("with") == weights("without") && weights("with") != weights("a"));
+
+    let refused = |name: &str, rules: &str, said: &[&str]| {
+        w.write("x.toml", text.replace("[data]", &format!("{rules}\n[data]")));
+        let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
+        assert_eq!(r.code, 4, "{name}: {}", r.err);
+        assert!(said.iter().all(|s| r.err.contains(s)), "{name}: {}", r.err);
+        assert!(!w.path("x").exists(), "{name}");
+    };
+    refused(
+        "another rank",
+        &rules.replace("rank = 3", "rank = 4"),
+        &["lora_A.weight: [3, 32] in the adapter, [4, 32]"],
+    );
+    refused(
+        "fewer modules",
+        &rules.replace("\"attention\"", "\"q_proj\""),
+        &["tensors in the adapter that nothing trains"],
+    );
+}
+
+/// PEFT has one switch for DoRA. A mix of DoRA and LoRA is saved with magnitudes for all modules, and rules
+/// restore the mix.
+#[test]
+fn an_adapter_of_dora_and_lora_trains_on_from_its_loss() {
+    let rules =
+        "[[train]]\nmodules = [\"attention\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3\n";
+    let w = world("llama3-rope", rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let on = ["lora.init=a/adapter", "run.eval_at_start=true", "run.steps=1"];
+    w.ok(&[&["run", "r.toml", "run.output=b"][..], &on].concat());
+    let start = w.events("b", "eval")[0]["loss"].as_f64().expect("a loss");
+    assert!((start - end).abs() <= 1e-6 * end, "{start} at the start, {end} at the end before");
+    // A magnitude other than the neutral one is not dropped.
+    let plain = rules.replace("dora = true", "dora = false");
+    w.write("x.toml", String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, &plain));
+    let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
+    assert!(
+        r.code == 4 && r.err.contains("lora_magnitude_vector") && r.err.contains("dora = true"),
+        "{}",
+        r.err
+    );
+}
+
+/// Adapters saved by PEFT include tensors of the base. They are compared with the base and never trained.
+#[test]
+fn adapters_of_peft_are_used_as_they_are() {
+    for (case, adapter) in [("llama-embed-head", "adapter_final"), ("qwen3-dense", "head_adapter_final")] {
+        let w = world(case, "");
+        let adapter = reference(&format!("{case}/{adapter}"));
+        let init = format!("lora.init={adapter}");
+        let on = ["run", "r.toml", &init, "run.eval_at_start=true", "run.steps=1", "run.output=a"];
+        w.ok(&on);
+        let start = w.events("a", "eval")[0]["loss"].as_f64().expect("a loss");
+        let used = w.ok(&["eval", "r.toml", &init, "--json"]).loss();
+        assert!((start - used).abs() <= 1e-6 * used, "{case}");
+        let base = reference(&format!("{case}/model"));
+        w.ok(&["merge", &adapter, "--base", &base, "--out", "m"]);
+        let source = ["model.source=m", "lora.init=default", "train=[{modules=['head']}]"];
+        let merged = w.ok(&[&["eval", "r.toml", "--json"][..], &source].concat()).loss();
+        assert!((merged - used).abs() <= 1e-5 * used, "{case}: {merged} merged, {used} unmerged");
+        // The same adapter on another model of the same shape.
+        w.config("other", json!({}));
+        let config = std::fs::read(format!("{base}/config.json")).expect("a config");
+        w.write("random/config.json", config);
+        let full = "train=[{modules=['attention','mlp','norms','embedding','head'],method='full'}]";
+        let other = ["model.source=random", "model.weights=random", "run.steps=1", "run.output=other"];
+        w.ok(&[&["run", "r.toml", full][..], &other].concat());
+        let r = w.ft(&[&on[..], &["model.source=other/model", "--overwrite"]].concat());
+        assert!(r.code == 4 && r.err.contains("base_layer") && r.err.contains("another model"), "{}", r.err);
+    }
+}
+
+/// A layer range beyond the last layer trains the existing layers, with one warning per command.
+#[test]
+fn a_range_of_layers_beyond_the_last_is_one_warning() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    let rule = |layers: &str| {
+        recipe(&format!("[[train]]\nmodules = [\"attention\"]\nrank = 2\nlayers = {layers}\n"))
+    };
+    w.write("r.toml", rule("\"0-40\""));
+    for verb in
+        [&["check", "r.toml"][..], &["plan", "r.toml"], &["plan", "r.toml", "--json"], &["run", "r.toml"]]
+    {
+        let r = w.ok(verb);
+        let told = r.err.matches("train.0.layers: 3-40 are not there").count();
+        assert_eq!(told, 1, "{verb:?}: {}", r.err);
+    }
+    w.write("r.toml", rule("[0, 77]"));
+    for verb in ["check", "plan", "run"] {
+        let r = w.ft(&[verb, "r.toml", "run.output=x"]);
+        assert!(r.code == 2 && r.err.contains("77 is not there"), "{verb}: {}", r.err);
+    }
+    assert!(!w.path("x").exists());
+}
+
+/// In PEFT, an embedding saved without the tied head is a separate copy. In `ft`, both are one tensor.
+#[test]
+fn an_embedding_without_its_tied_head_is_refused() {
+    let w = world("qwen3-dense", "[[train]]\nmodules = [\"embedding\"]\nmethod = \"full\"\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
+    let path = w.path("a/adapter/adapter_model.safetensors");
+    let files = ft::files::TensorFiles::open_file(&path).expect("tensors");
+    let (f32, cpu) = (candle_core::DType::F32, candle_core::Device::Cpu);
+    let names = files.names().filter(|n| !n.contains("lm_head"));
+    let kept: Vec<_> =
+        names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
+    ft::files::write_file(&path, &kept, &[("format", "pt")]).expect("written");
+    let text = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    config["modules_to_save"] = json!(["embed_tokens"]);
+    for (ties, code) in [(false, 4), (true, 0)] {
+        config["ensure_weight_tying"] = json!(ties);
+        w.write("a/adapter/adapter_config.json", config.to_string());
+        let r = w.ft(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
+        assert_eq!(r.code, code, "{}", r.err);
+        assert!(code == 0 || r.err.contains("embed_tokens.weight without lm_head"), "{}", r.err);
+    }
+}

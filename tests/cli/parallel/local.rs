@@ -1,0 +1,168 @@
+//! Processes that `ft run` starts itself: `parallel.local`, and the variables of pods.
+
+use crate::split::{self, all, ends, rendezvous};
+use crate::world::{FULL, Ran, World, ran};
+use rustix::process::{Pid, Signal, kill_process};
+use std::process::{Child, Stdio};
+
+const OWN: [&str; 4] = ["run", "r.toml", "parallel.data=2", "parallel.local=2"];
+
+fn start(w: &World, args: &[&str], env: &[(&str, &str)]) -> Child {
+    let mut c = w.command(args);
+    c.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
+}
+
+/// Children of a process that starts them on one thread, in the order of their start.
+fn children(parent: u32) -> Vec<Pid> {
+    let tasks = std::fs::read_dir(format!("/proc/{parent}/task")).expect("tasks").flatten();
+    let lists = tasks.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    let numbers = lists.flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>());
+    numbers.filter_map(Pid::from_raw).collect()
+}
+
+/// A long run with a checkpoint, and its processes.
+fn long(w: &World, name: &str) -> (Child, Vec<Pid>) {
+    let output = format!("run.output={name}");
+    let set = [output.as_str(), "run.save_every=2", "run.epochs=4000", "parallel.zero=2"];
+    let mut child = start(w, &[&OWN[..], &set].concat(), &[]);
+    split::wait_for_a_checkpoint(w, name, std::slice::from_mut(&mut child));
+    let ranks = children(child.id());
+    assert_eq!(ranks.len(), 2);
+    (child, ranks)
+}
+
+fn end(child: Child) -> Ran {
+    ran(child.wait_with_output().expect("an end"))
+}
+
+#[test]
+fn processes_of_its_own_have_the_bits_of_threads() {
+    let w = split::world(FULL);
+    w.ok(&["run", "r.toml", "parallel.data=2", "run.output=threads"]);
+    let r = w.ok(&[&OWN[..], &["run.output=local", "parallel.zero=3"]].concat());
+    assert!(ends(&w, "local") == ends(&w, "threads"));
+    assert!(w.path("local/rank-1.log").is_file());
+    assert_eq!(r.out.lines().count(), 1, "{}", r.out);
+    assert!(r.out.trim_end().ends_with("local/model"), "{}", r.out);
+}
+
+/// Four ranks on two "machines": loopback addresses, and the variables of each kind of pod.
+#[test]
+fn pods_meet_by_their_numbers() {
+    let w = split::world(FULL);
+    w.ok(&["run", "r.toml", "parallel.data=4", "run.output=threads"]);
+    let want = ends(&w, "threads");
+    for [nodes, number, host, port] in [
+        ["NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"],
+        ["NNODES", "JOB_COMPLETION_INDEX", "MASTER_ADDR", "MASTER_PORT"],
+        ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"],
+    ] {
+        let (at, output) = (rendezvous(), format!("run.output={number}"));
+        let pod = |n| {
+            let env = [(nodes, "2"), (number, n), (host, &at.0), (port, &at.1)];
+            start(&w, &["run", "r.toml", "parallel.data=4", &output], &env)
+        };
+        for (n, r) in all(vec![pod("0"), pod("1")]).iter().enumerate() {
+            assert_eq!(r.code, 0, "{number}: machine {n}: {}", r.err);
+            assert!(n == 0 || r.err.is_empty() && r.out.is_empty(), "machine 1 speaks: {}", r.err);
+        }
+        assert!(ends(&w, number) == want, "{number}");
+        assert!(w.path(number).join("rank-3.log").is_file());
+    }
+}
+
+/// Kubeflow counts pods in RANK and WORLD_SIZE.
+#[test]
+fn kubeflow_variables_count_pods_and_not_ranks() {
+    let w = split::world(FULL);
+    let at = rendezvous();
+    let pod = |n| {
+        let env = [
+            ("PET_NNODES", "2"),
+            ("PET_NODE_RANK", n),
+            ("PET_NPROC_PER_NODE", "2"),
+            ("RANK", n),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", &at.0),
+            ("MASTER_PORT", &at.1),
+        ];
+        start(&w, &["run", "r.toml", "parallel.data=4", "run.output=pods", "run.epochs=1"], &env)
+    };
+    for r in all(vec![pod("0"), pod("1")]) {
+        assert_eq!(r.code, 0, "{}", r.err);
+    }
+    assert!(w.path("pods/rank-3.log").is_file());
+}
+
+#[test]
+fn a_lost_process_is_named() {
+    let w = split::world(FULL);
+    for lost in [1, 0] {
+        let (child, ranks) = long(&w, &format!("lost-{lost}"));
+        kill_process(ranks[lost], Signal::KILL).expect("killed");
+        let r = end(child);
+        assert_eq!(r.code, 7, "{}", r.err);
+        let by = format!("error: rank {lost} of 2: its process was ended by signal 9\nhint: ");
+        assert!(r.err.contains(&by), "{}", r.err);
+        assert!(
+            r.err.contains("its process is gone") && r.err.contains("its last collective: "),
+            "{}",
+            r.err
+        );
+    }
+}
+
+#[test]
+fn a_signal_goes_to_all_processes() {
+    let w = split::world(FULL);
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let name = format!("told-{code}");
+        let (child, _) = long(&w, &name);
+        kill_process(Pid::from_raw(child.id() as i32).expect("a number"), signal).expect("signalled");
+        let r = end(child);
+        assert!(r.code == code && r.err.contains("a checkpoint is written"), "{}: {}", r.code, r.err);
+        assert_eq!(w.events(&name, "stopped")[0]["code"], code);
+    }
+}
+
+/// Processes do not outlive the one that started them.
+#[test]
+fn processes_end_with_the_one_that_started_them() {
+    let w = split::world(FULL);
+    let (mut child, ranks) = long(&w, "orphans");
+    child.kill().and_then(|()| child.wait()).expect("gone");
+    for pid in ranks {
+        // Process 1 may leave it as a zombie.
+        let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let is_gone = || stat().rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('Z'));
+        split::wait_until(&mut [], "end", is_gone);
+    }
+    assert_eq!(w.events("orphans", "stopped")[0]["code"], 143);
+}
+
+#[test]
+fn processes_that_cannot_be_started_are_refused() {
+    let w = split::world(FULL);
+    for (set, env, says) in [
+        (&["parallel.data=4"][..], None, "the recipe has 4 ranks, and one machine has 2 processes"),
+        (
+            &["parallel.data=2", "parallel.comm=threads"],
+            None,
+            "parallel.comm = \"threads\" is for the ranks of one process",
+        ),
+        (&["parallel.data=2"], Some(("NNODES", "2:4")), "NNODES=2:4: a number of machines from 1 on"),
+    ] {
+        let args = ["run", "r.toml", "parallel.local=2", "run.output=none"];
+        let r = end(start(&w, &[&args[..], set].concat(), &env.into_iter().collect::<Vec<_>>()));
+        assert!(r.code == 2 && r.err.contains("hint: "), "{}", r.err);
+        assert!(r.err.contains(says), "{says}: {}", r.err);
+        assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
+    }
+    // The number of a launcher goes first.
+    let env = [("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4")];
+    let at = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")];
+    let args = ["run", "r.toml", "parallel.data=4", "parallel.local=2", "run.output=none"];
+    let r = end(start(&w, &args, &[&env[..], &at].concat()));
+    assert!(r.code == 2 && r.err.contains("the launcher started 4 processes"), "{}", r.err);
+    assert!(!w.path("none").exists());
+}
