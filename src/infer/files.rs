@@ -115,7 +115,7 @@ impl ModelFiles {
         template: Option<&Path>,
         variables: Map<String, Value>,
     ) -> ft_base::Result<Prompter> {
-        let own = self.adapter.as_ref().map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
+        let own = self.adapter.as_ref().map(|a| a.dir.join(ft_data::CHAT_TEMPLATE)).filter(|p| p.is_file());
         let added = job::added(self.adapter.as_ref())?;
         let tokenizer = Tokenizer::load_with(&self.model.dir, template.or(own.as_deref()), &added)?;
         let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);

@@ -55,6 +55,6 @@ pub use token_cache::samples::{Reader, Samples};
 pub use token_cache::stats::{Counts, Drops, Lengths, Stats};
 pub use token_cache::teacher_rows::{TeacherRows, TopTokens};
 pub use tokenize::added::Added;
-pub use tokenize::model_files::{TOOL_USE, TemplateSource, template_of};
+pub use tokenize::model_files::{CHAT_TEMPLATE, TOOL_USE, TemplateSource, template_of};
 pub use tokenize::prompt::{PromptConfig, PromptFormat};
 pub use tokenize::tokenizer::{Decoder, Tokenizer, TokenizerIdentity};

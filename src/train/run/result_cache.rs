@@ -57,7 +57,7 @@ impl InputRecord {
             }
         }
         if let Some(path) = &recipe.data.chat_template {
-            files.push(stat(&recipe.resolve(&path.display().to_string()))?);
+            files_of_template(&recipe.resolve(&path.display().to_string()), &mut files)?;
         }
         files.sort_by(|a, b| a.0.cmp(&b.0));
         files.dedup_by(|a, b| a.0 == b.0);
@@ -140,6 +140,16 @@ fn files_of(dir: &Path, files: &mut Files) -> Option<()> {
             files.push(stat(&path)?);
         }
     }
+    tool_use_of(dir, files)
+}
+
+/// Adds a given chat template, and [`TOOL_USE`] beside it.
+fn files_of_template(path: &Path, files: &mut Files) -> Option<()> {
+    files.push(stat(path)?);
+    tool_use_of(store::folder_of(path), files)
+}
+
+fn tool_use_of(dir: &Path, files: &mut Files) -> Option<()> {
     let tool_use = dir.join(TOOL_USE);
     if tool_use.exists() {
         files.push(stat(&tool_use)?);
@@ -158,7 +168,7 @@ fn stat(path: &Path) -> Option<(PathBuf, Stat)> {
 mod tests {
     use super::*;
 
-    /// The hash of the tokenizer includes this template.
+    /// The hash of the tokenizer includes this template, beside a given one too.
     #[test]
     fn files_of_a_model_include_its_template_for_tools() -> std::io::Result<()> {
         let dir = tempfile::tempdir()?;
@@ -170,7 +180,14 @@ mod tests {
         std::fs::create_dir(dir.path().join("additional_chat_templates"))?;
         assert_eq!(all(), Some(Vec::new()));
         std::fs::write(dir.path().join(TOOL_USE), "{{ tools }}")?;
-        assert_eq!(all(), Some(vec![dir.path().canonicalize()?.join(TOOL_USE)]));
+        let real = dir.path().canonicalize()?;
+        assert_eq!(all(), Some(vec![real.join(TOOL_USE)]));
+        let given = dir.path().join(ft_data::CHAT_TEMPLATE);
+        std::fs::write(&given, "{{ messages }}")?;
+        let mut files = Vec::new();
+        assert_eq!(files_of_template(&given, &mut files), Some(()));
+        let paths: Vec<_> = files.into_iter().map(|(path, _)| path).collect();
+        assert_eq!(paths, [real.join(ft_data::CHAT_TEMPLATE), real.join(TOOL_USE)]);
         Ok(())
     }
 }

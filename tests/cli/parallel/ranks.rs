@@ -130,7 +130,7 @@ fn a_run_killed_and_resumed_with_other_ranks_ends_the_same() {
 
 /// An error on one rank ends the run as on a single rank: same exit code, before any update.
 #[test]
-fn an_error_on_one_rank_ends_the_run() {
+fn a_diverged_run_ends_all_ranks() {
     let w = world(FULL);
     for zero in ["parallel.zero=2", "parallel.zero=3"] {
         let set = ["parallel.data=2", zero, "optimizer.lr=1e30", "run.clip=0"];

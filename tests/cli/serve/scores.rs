@@ -170,6 +170,19 @@ fn log_probabilities_of_a_whole_answer_are_bounded() {
         status == 400 && e["error"]["param"] == "max_tokens" && message.contains("at most 12 tokens"),
         "{e}"
     );
+    body["max_completion_tokens"] = body["max_tokens"].take();
+    let (status, e) = s.post("/v1/completions", body.clone());
+    let message = e["error"]["message"].as_str().unwrap_or_default();
+    let (key, param) = ("max_completion_tokens", &e["error"]["param"]);
+    assert!(status == 400 && param == key && message.starts_with(key), "{e}");
+    // 2^19 / 21 tokens of prompts, streamed too
+    for stream in [false, true] {
+        let echoed = json!({"prompt": vec![vec![5; 500]; 50], "echo": true, "logprobs": 20, "max_tokens": 0, "stream": stream});
+        let (status, e) = s.post("/v1/completions", echoed);
+        let message = e["error"]["message"].as_str().unwrap_or_default();
+        let is_of_echo = e["error"]["param"] == "logprobs" && message.contains("at most 24966 tokens");
+        assert!(status == 400 && is_of_echo, "{e}");
+    }
     body["stream"] = json!(true);
     let mut head = [0; 12];
     s.open("POST", "/v1/completions", "", body.to_string().as_bytes()).read_exact(&mut head).expect("a head");

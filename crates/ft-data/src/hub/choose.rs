@@ -3,18 +3,18 @@
 use super::error::Error;
 use super::files::{ADAPTER, CONFIG, Repository, TOKENIZER};
 use super::request::{Kind, Want};
-use crate::tokenize::model_files::TOOL_USE;
+use crate::tokenize::model_files::{CHAT_TEMPLATE, TOOL_USE};
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
 /// Prompt format and chat templates of an adapter.
-const WITH_ADAPTER: [&str; 3] = ["ft.json", "chat_template.jinja", TOOL_USE];
+const WITH_ADAPTER: [&str; 3] = ["ft.json", CHAT_TEMPLATE, TOOL_USE];
 /// Files that change tokens.
 const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     TOOL_USE,
     "chat_template.json",
     "added_tokens.json",

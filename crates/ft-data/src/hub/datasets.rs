@@ -52,17 +52,23 @@ pub fn fetch_dataset_with(
     let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
     let known: Option<Layout> =
         place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
-    let cached = || {
-        let of_layout =
-            known.as_ref().map_or(Ok(None), |layout| in_cache(settings, &repository, layout, name));
-        // another program may have downloaded another commit since
-        let is_of_layout = repository.cached_commit(settings).as_ref() == known.as_ref().map(|k| &k.commit);
-        match &of_layout {
-            Ok(None) | Err(_) if !is_of_layout => {
-                downloaded(settings, &repository, name)?.map_or(of_layout, |found| Ok(Some(found)))
-            }
-            _ => of_layout,
-        }
+    // Another program may have downloaded a later commit since: it writes the revision's file in `refs`, as ft does not
+    // for datasets.
+    let is_later = |layout: &Layout| {
+        let written = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
+        let by_other = written(&repository.reference(settings));
+        repository.cached_commit(settings).is_some_and(|commit| commit != layout.commit)
+            && by_other > place.as_deref().and_then(written)
+    };
+    let cached = || match &known {
+        None => downloaded(settings, &repository, name),
+        Some(layout) => match in_cache(settings, &repository, layout, name) {
+            of_layout @ (Ok(None) | Err(_)) if is_later(layout) => downloaded(settings, &repository, name)
+                .ok()
+                .flatten()
+                .map_or(of_layout, |found| Ok(Some(found))),
+            of_layout => of_layout,
+        },
     };
     if settings.offline {
         return cached()?.ok_or_else(|| not_cached(settings, &repository, "a file of rows"));
@@ -76,9 +82,9 @@ pub fn fetch_dataset_with(
     let chosen = |layout: &Layout| choose(&repository, layout, name);
     match download_dataset(settings, &repository, &chosen, progress) {
         Ok((layout, files)) => {
-            if let Some(place) = place {
+            if let Some(place) = &place {
                 // best effort: without the layout, an offline run goes by the files in the cache
-                let _ = store::write_atomic(&place, &serde_json::to_vec(&layout).unwrap_or_default());
+                let _ = store::write_atomic(place, &serde_json::to_vec(&layout).unwrap_or_default());
             }
             Ok(DatasetFiles { files, notes: Vec::new() })
         }
@@ -172,13 +178,15 @@ fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
     }
 }
 
-/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there.
+/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there. A hash after the
+/// total, another one in each name, does not count.
 fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
     /// Name, total and ending of a shard.
     type Parts<'a> = (&'a str, &'a str, &'a str);
     fn parts(file: &str) -> Option<Parts<'_>> {
         let (left, right) = file.rsplit_once("-of-")?;
-        let (total, ending) = right.split_at(right.bytes().take_while(u8::is_ascii_digit).count());
+        let (total, rest) = right.split_at(right.bytes().take_while(u8::is_ascii_digit).count());
+        let ending = rest.find('.').map_or("", |at| &rest[at..]);
         Some((left.rsplit_once('-')?.0, total, ending))
     }
     let mut counts: BTreeMap<Parts<'_>, usize> = BTreeMap::new();
@@ -341,13 +349,13 @@ fn by_name(data: &[&str]) -> Splits {
     Splits::from([("train".to_string(), data.iter().map(|f| f.to_string()).collect())])
 }
 
-/// The split in the name of a shard.
+/// The split in the name of a shard, `data/SPLIT-00000-of-00002` and anything behind it, as `datasets` has it.
 fn of_shard(path: &str) -> Option<String> {
-    let name = path.strip_prefix("data/")?;
-    let (split, rest) = name.split_once("-0")?;
-    let shard = rest.split('.').next().unwrap_or(rest);
-    let numbers = shard.split("-of-").all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
-    (numbers && shard.contains("-of-") && !split.contains('/')).then(|| split.to_string())
+    let (left, total) = path.strip_prefix("data/")?.rsplit_once("-of-")?;
+    let (split, number) = left.rsplit_once('-')?;
+    let digits = |n: &str| n.bytes().take_while(u8::is_ascii_digit).count();
+    (digits(number) == number.len() && digits(number).min(digits(total)) > 0 && !split.contains('/'))
+        .then(|| split.to_string())
 }
 
 /// The split identified by a word in the path.
@@ -417,6 +425,11 @@ mod tests {
         assert_eq!(find(&["rows.jsonl", "part-of-it.jsonl"]), None);
         let missing = find(&["d/a-00001-of-00002.parquet", "d/b-00000-of-00002.parquet"]);
         assert_eq!(missing.as_deref(), Some("d/a-*-of-00002.parquet"));
+        // names with hashes
+        let hashed =
+            ["d/a-00000-of-00002-a3ecf92756993583.parquet", "d/a-00001-of-00002-4f1e0b6c7d829a35.parquet"];
+        assert_eq!(find(&hashed), None);
+        assert_eq!(find(&hashed[1..]).as_deref(), Some("d/a-*-of-00002.parquet"));
         // the same shards in another kind of file
         assert_eq!(find(&["d/a-00000-of-00001.parquet", "d/a-00000-of-00001.jsonl"]), None);
     }
@@ -425,8 +438,8 @@ mod tests {
     fn files_name_their_splits() {
         let shards = [
             "README.md",
-            "data/train_sft-00000-of-00002.parquet",
-            "data/train_sft-00001-of-00002.parquet",
+            "data/train_sft-00000-of-00002-a3ecf92756993583.parquet",
+            "data/train_sft-00001-of-00002-4f1e0b6c7d829a35.parquet",
             "data/test_sft-00000-of-00001.parquet",
             "dataset_infos.json",
         ];

@@ -95,12 +95,17 @@ impl Repository {
         self.absent(settings, commit, file).exists()
     }
 
+    /// File with the commit of this revision.
+    pub(super) fn reference(&self, settings: &Settings) -> PathBuf {
+        self.folder(settings).join("refs").join(&self.revision)
+    }
+
     /// The commit that this revision has in the cache.
     pub(super) fn cached_commit(&self, settings: &Settings) -> Option<String> {
         if is_commit(&self.revision) {
             return Some(self.revision.clone());
         }
-        let path = self.folder(settings).join("refs").join(&self.revision);
+        let path = self.reference(settings);
         let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST).ok()?;
         Some(text.trim().to_string()).filter(|c| is_commit(c))
     }

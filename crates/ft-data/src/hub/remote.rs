@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hf_hub::progress::Progress;
 use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeModel};
@@ -23,8 +23,11 @@ use ft_base::terminal::tell;
 const CONNECT: Duration = Duration::from_secs(10);
 /// Retries of a request.
 const RETRIES: usize = 3;
-/// Unreachable endpoints, with the cause. Models at commits in the cache do not wait for them a second time.
-static UNREACHABLE: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+/// Endpoints to which no connection came about, with the cause and the time. Models at commits in the cache do not
+/// wait for them again for [`PAUSE`].
+static UNREACHABLE: Mutex<BTreeMap<String, (String, Instant)>> = Mutex::new(BTreeMap::new());
+/// How long an endpoint counts as unreachable.
+const PAUSE: Duration = Duration::from_secs(60);
 const AGENT: &str = concat!("ft/", env!("CARGO_PKG_VERSION"));
 /// The branch present in every repository.
 const MAIN: &str = "main";
@@ -46,17 +49,22 @@ pub(super) fn download(
     if matters.iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f)) {
         return Ok((dir, commit));
     }
-    let unreachable = || UNREACHABLE.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = unreachable().get(&settings.endpoint).cloned();
-    if let Some(cause) = known {
+    let why = || unreachable().get(&settings.endpoint).filter(|(_, at)| at.elapsed() < PAUSE).cloned();
+    if let Some((cause, _)) = why() {
         let endpoint = without_user(&settings.endpoint);
         return Err(Error::Unreachable { id: repository.id(), endpoint, cause });
     }
-    let downloaded = download_with(settings, repository, kind, progress, 0);
-    if let Err(Error::Unreachable { cause, .. }) = &downloaded {
-        unreachable().insert(settings.endpoint.clone(), cause.clone());
+    // The client would retry connections as often as other requests.
+    match download_with(settings, repository, kind, progress, 0) {
+        Err(Error::Unreachable { .. } | Error::Refused { .. }) if why().is_none() => {
+            download_with(settings, repository, kind, progress, RETRIES)
+        }
+        downloaded => downloaded,
     }
-    downloaded
+}
+
+fn unreachable() -> MutexGuard<'static, BTreeMap<String, (String, Instant)>> {
+    UNREACHABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// As [`download`], whatever is in the cache.
@@ -82,7 +90,7 @@ fn download_with(
 
     if !is_commit(&repository.revision) {
         // Written last, so offline runs only find complete snapshots.
-        let path = repository.folder(settings).join("refs").join(&repository.revision);
+        let path = repository.reference(settings);
         write_atomic(&path, commit.as_bytes()).map_err(|e| remote.client_error(format!("the cache: {e}")))?;
     }
     for file in optional(kind) {
@@ -91,6 +99,7 @@ fn download_with(
             let _ = write_atomic(&repository.absent(settings, &commit, file), b"");
         }
     }
+    unreachable().remove(&settings.endpoint);
     Ok((dir, commit))
 }
 
@@ -330,7 +339,11 @@ impl<'a> Remote<'a> {
         let revision = Some(self.repository.revision.clone());
         match error {
             HFError::Request { source, .. } => {
-                Error::Unreachable { id, endpoint, cause: scrub(self.settings, &innermost(&source)) }
+                let cause = scrub(self.settings, &innermost(&source));
+                if source.is_connect() || source.is_timeout() {
+                    unreachable().insert(self.settings.endpoint.clone(), (cause.clone(), Instant::now()));
+                }
+                Error::Unreachable { id, endpoint, cause }
             }
             HFError::RepoNotFound { .. } => Error::NotFound { id, endpoint, revision: None },
             HFError::RevisionNotFound { context, .. } => {

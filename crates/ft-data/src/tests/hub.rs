@@ -80,6 +80,7 @@ mod remote {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::sync::{Arc, Mutex};
+    use std::time::{Duration, SystemTime};
 
     use super::*;
 
@@ -98,6 +99,8 @@ mod remote {
     struct Shared {
         files: BTreeMap<String, Vec<u8>>,
         mood: Mood,
+        /// Requests to answer with status 503 first.
+        busy: usize,
         /// `METHOD file` of file requests, and the `Authorization` header of the last one.
         asked: Vec<String>,
         authorization: String,
@@ -119,6 +122,7 @@ mod remote {
             let shared = Shared {
                 files,
                 mood: Mood::Serves,
+                busy: 0,
                 asked: Vec::new(),
                 authorization: String::new(),
                 posted: Vec::new(),
@@ -195,6 +199,10 @@ mod remote {
     fn respond(shared: &mut Shared, method: &str, path: &str) -> (u16, String, Vec<u8>) {
         if let Mood::Refuses(status, code) = shared.mood {
             return (status, format!("X-Error-Code: {code}\r\n"), b"{\"error\": \"a policy\"}".to_vec());
+        }
+        if shared.busy > 0 {
+            shared.busy -= 1;
+            return (503, String::new(), Vec::new());
         }
         let json = |value: serde_json::Value| {
             (200, "Content-Type: application/json\r\n".into(), value.to_string().into_bytes())
@@ -484,7 +492,7 @@ mod remote {
 
     /// The layout is of an earlier commit, which lacks a config and is gone later.
     #[test]
-    fn a_layout_does_not_hide_a_later_commit_of_another_program() {
+    fn a_later_commit_is_used_for_what_the_layout_lacks() {
         let hub = Hub::new(&[("rows/train-0.jsonl", b"{}\n")]);
         let (home, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let online = settings(home.path(), &hub.endpoint);
@@ -506,7 +514,16 @@ mod remote {
         fs::write(dir.join("a.jsonl"), "{}\n").unwrap();
         let card = "---\nconfigs:\n- config_name: new\n  data_files: a.jsonl\n---\n";
         fs::write(dir.join("README.md"), card).unwrap();
+        let reference = fs::File::options().write(true).open(folder.join("refs/main")).unwrap();
+        let lacks =
+            || get(&offline, Some("new")).unwrap_err().to_string().contains("it has no config \"new\"");
+        reference.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        assert!(lacks(), "the other commit is older");
+        reference.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
         assert_eq!(get(&offline, Some("new")).unwrap().files, [dir.join("a.jsonl")]);
+        fs::write(dir.join("README.md"), "---\nconfigs:\n- *x\n---\n").unwrap();
+        assert!(lacks(), "the other commit has a broken card");
+        fs::write(dir.join("README.md"), card).unwrap();
         assert_eq!(get(&offline, None).unwrap(), first);
         fs::remove_dir_all(folder.join("snapshots").join(COMMIT)).unwrap();
         assert_eq!(get(&offline, None).unwrap().files, [dir.join("a.jsonl")]);
@@ -543,6 +560,8 @@ mod remote {
         let get = |s: &Settings| fetch_model_with(s, "owner/name", COMMIT, Want::Weights, false).unwrap();
         assert_eq!(get(&Settings { offline: true, ..online.clone() }).dir, dir);
         assert_eq!(get(&settings(home.path(), "http://127.0.0.1:1")).dir, dir);
+        // a hub that is busy is asked again
+        hub.shared.lock().unwrap().busy = 2;
         assert_eq!(get(&online).dir, dir);
         assert_eq!(hub.got(), [files[4].0, files[3].0]);
         // from now on without a request
@@ -554,10 +573,10 @@ mod remote {
     #[test]
     fn a_pinned_commit_waits_once_for_a_hub_that_is_gone() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let endpoint = format!("https://{}", listener.local_addr().unwrap());
         let connections = Arc::new(Mutex::new(0));
         let counted = connections.clone();
-        // Connections are closed without an answer.
+        // Connections are closed before TLS: none comes about.
         std::thread::spawn(move || listener.incoming().for_each(|_| *counted.lock().unwrap() += 1));
         let home = tempfile::tempdir().unwrap();
         let s = settings(home.path(), &endpoint);

@@ -9,8 +9,10 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 const CONFIG: &str = "tokenizer_config.json";
-const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
-/// Template for conversations with tools, in a folder with `chat_template.jinja`.
+/// Chat template of a model or adapter folder; the first file that transformers looks for.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const TEMPLATES: [&str; 2] = [CHAT_TEMPLATE, "chat_template.json"];
+/// Template for conversations with tools, in a folder with [`CHAT_TEMPLATE`].
 pub const TOOL_USE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// Contents of the files next to `tokenizer.json`.

@@ -1,6 +1,6 @@
 //! Cache key of a model folder.
 
-use super::model_files::{TOOL_USE, folder_of_template};
+use super::model_files::{CHAT_TEMPLATE, TOOL_USE, folder_of_template};
 use crate::text::date::{self, Changes};
 use ft_base::store;
 use serde_json::json;
@@ -11,7 +11,7 @@ const TOKENIZER: &[&str] = &[
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     TOOL_USE,
     "chat_template.json",
     "generation_config.json",

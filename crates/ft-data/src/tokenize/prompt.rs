@@ -1,6 +1,6 @@
 //! Prompt format of a trained model, so that inference prompts match the training text.
 
-use super::model_files::{TOOL_USE, TemplateSource};
+use super::model_files::{CHAT_TEMPLATE, TOOL_USE, TemplateSource};
 use super::tokenizer::Tokenizer;
 use crate::error::Error;
 use crate::shape::alpaca::alpaca_prompt;
@@ -107,8 +107,6 @@ impl PromptFormat {
 
 /// File in an adapter or model folder with the prompt format. PEFT and transformers ignore unknown files.
 const FILE: &str = "ft.json";
-/// File name of the chat template, checked first by transformers.
-const TEMPLATE: &str = "chat_template.jinja";
 
 /// Prompt format of a trained adapter or model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -156,7 +154,7 @@ impl PromptConfig {
     /// # Errors
     /// Files that cannot be read or written.
     pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
-        if let Some(template) = store::read_if_there(from, TEMPLATE, store::LARGEST)? {
+        if let Some(template) = store::read_if_there(from, CHAT_TEMPLATE, store::LARGEST)? {
             write_template(to, &template)?;
         }
         [FILE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
@@ -166,10 +164,10 @@ impl PromptConfig {
 /// Replaces the chat template of a folder by another one, and removes the template for tools, which belongs to
 /// the old one.
 fn write_template(dir: &Path, template: &[u8]) -> Result<(), store::Error> {
-    if store::read_if_there(dir, TEMPLATE, store::LARGEST)?.is_some_and(|old| old == template) {
+    if store::read_if_there(dir, CHAT_TEMPLATE, store::LARGEST)?.is_some_and(|old| old == template) {
         return Ok(());
     }
-    store::write_atomic(&dir.join(TEMPLATE), template)?;
+    store::write_atomic(&dir.join(CHAT_TEMPLATE), template)?;
     let path = dir.join(TOOL_USE);
     match std::fs::remove_file(&path) {
         Err(e) if e.kind() != ErrorKind::NotFound => Err(store::Error::write("remove", &path, None, e)),
@@ -188,7 +186,7 @@ mod tests {
         for dir in [from, to] {
             std::fs::create_dir(dir.join("additional_chat_templates"))?;
             std::fs::write(dir.join(TOOL_USE), dir.display().to_string())?;
-            std::fs::write(dir.join(TEMPLATE), "{{ a }}")?;
+            std::fs::write(dir.join(CHAT_TEMPLATE), "{{ a }}")?;
         }
         let trained = PromptConfig { form: PromptFormat::Chat, also: Vec::new(), template: Map::new() };
         let given = |text: &str, tools: Option<&str>| TemplateSource {
@@ -205,7 +203,7 @@ mod tests {
         assert!(to.join(TOOL_USE).exists());
         trained.save(from, Some(&given("{{ messages }}", None)))?;
         PromptConfig::copy(from, to)?;
-        assert_eq!(std::fs::read_to_string(to.join(TEMPLATE))?, "{{ messages }}");
+        assert_eq!(std::fs::read_to_string(to.join(CHAT_TEMPLATE))?, "{{ messages }}");
         assert!(!to.join(TOOL_USE).exists());
         trained.save(from, Some(&given("{{ messages }}", Some("{{ tools }}"))))?;
         assert_eq!(std::fs::read_to_string(from.join(TOOL_USE))?, "{{ tools }}");

@@ -456,7 +456,7 @@ fn the_first_matching_pattern_wins() -> Result<()> {
 }
 
 #[test]
-fn empty_layers_and_exclude_keywords_of_peft_select_everything() -> Result<()> {
+fn empty_layers_and_exclude_keywords_of_peft_exclude_nothing() -> Result<()> {
     let c = config(json!({}))?;
     for extra in [
         json!({"layers_to_transform": []}),

@@ -69,8 +69,8 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
 /// Name, dtype and shape of a tensor to be written.
 pub type Entry = fused::Entry;
 
-/// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: tensors
-/// that were cut are joined, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
+/// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: split
+/// tensors are joined again, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
 /// family has them.
 ///
 /// # Errors

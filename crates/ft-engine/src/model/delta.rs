@@ -38,7 +38,7 @@ pub struct DeltaNet {
 }
 
 /// Error of a layer with another number of projections.
-const LACKS: &str = "linear attention lacks a projection: a bug in ft";
+const LACKS: &str = "linear attention has another number of projections: a bug in ft";
 
 /// Outputs of the projections.
 #[derive(Debug)]

@@ -118,11 +118,11 @@ impl Optimizer {
         comm: &dyn Comm,
         number: usize,
         grads: &LocalShard,
-        at: &UpdateArgs<'_>,
+        args: &UpdateArgs<'_>,
     ) -> ft_base::Result<()> {
         if let Some(Some(flat)) = params.flats.get(number) {
-            self.project((number, flat), params, grads, at)?;
-            self.run(params, &self.updates((number, flat), grads, at)?)?;
+            self.project((number, flat), params, grads, args)?;
+            self.run(params, &self.updates((number, flat), grads, args)?)?;
         }
         gather(params, number, comm)
     }
@@ -132,10 +132,10 @@ impl Optimizer {
         &self,
         (number, flat): (usize, &'a FlatParam),
         grads: &'a LocalShard,
-        at: &UpdateArgs<'_>,
+        args: &UpdateArgs<'_>,
     ) -> Result<Vec<Update<'a>>> {
         let Some(moments) = &flat.moments else { candle_core::bail!("unit {} has no moments", flat.unit) };
-        let numbers = |s: &ParamGroup| self.numbers(s, at);
+        let numbers = |s: &ParamGroup| self.numbers(s, args);
         let mut mine = Vec::new();
         for s in self.groups.iter().filter(|s| s.flat == number) {
             let parts = moments.parts(&(s.start..s.start + s.len));
@@ -146,16 +146,16 @@ impl Optimizer {
         Ok(mine)
     }
 
-    fn numbers(&self, s: &ParamGroup, at: &UpdateArgs<'_>) -> AdamW {
+    fn numbers(&self, s: &ParamGroup, args: &UpdateArgs<'_>) -> AdamW {
         // m / (sqrt(v) + eps) * sqrt(c) = m / (sqrt(v / c) + eps / sqrt(c)), with the bias correction c
-        let root = (1.0 - self.betas[1].powf(at.t as f64)).sqrt();
+        let root = (1.0 - self.betas[1].powf(args.t as f64)).sqrt();
         AdamW {
-            lr: (at.lr)(s.peak) * s.lr_scale,
+            lr: (args.lr)(s.peak) * s.lr_scale,
             betas: self.betas,
             eps: if self.eps_first { self.eps / root } else { self.eps },
             weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-            t: at.t,
-            grad_scale: at.grad_scale,
+            t: args.t,
+            grad_scale: args.grad_scale,
         }
     }
 
@@ -165,7 +165,7 @@ impl Optimizer {
         (number, flat): (usize, &FlatParam),
         params: &Params,
         grads: &LocalShard,
-        at: &UpdateArgs<'_>,
+        args: &UpdateArgs<'_>,
     ) -> Result<()> {
         let Some(galore) = &self.galore else { return Ok(()) };
         for p in &flat.projected {
@@ -174,7 +174,7 @@ impl Optimizer {
             let Some(group) = self.groups.iter().find(of) else {
                 candle_core::bail!("{} has no learning rate", params.tensors[p.index].name);
             };
-            galore.step(params, (flat, p), grads, &self.numbers(group, at))?;
+            galore.step(params, (flat, p), grads, &self.numbers(group, args))?;
         }
         Ok(())
     }

@@ -62,7 +62,7 @@ mod tests {
 
     /// MXFP4 codes agree with the values that they stand for, and of twice these with the zeros and the largest.
     #[test]
-    fn mxfp4_codes_agree_with_their_values_alone() -> ft_base::Result<()> {
+    fn mxfp4_codes_agree_only_with_the_weights_they_encode() -> ft_base::Result<()> {
         let dir = tempfile::tempdir().map_err(candle_core::Error::wrap)?;
         let files = |file: &str, tensors: &[(String, Tensor)]| -> ft_base::Result<TensorFiles> {
             let path = dir.path().join(file);

@@ -56,7 +56,7 @@ pub struct LazyMatrix<'a> {
     pub scales: LazyScales<'a>,
 }
 
-/// Decides on the location of a vector and returns a tensor there.
+/// Allocates a vector's tensor, and reads it now or later.
 pub type Materialize<'p, 'a> = dyn FnMut(LazyVector<'a>) -> ft_base::Result<Tensor> + 'p;
 
 impl<'a> LazyMatrix<'a> {

@@ -198,7 +198,7 @@ pub trait Comm: Send + Sync {
     }
 
     /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank
-    /// calls it, with or without pieces. The pieces of an ordered pair of ranks have equal lengths and dtypes on both
+    /// calls it, with or without tensors. The tensors of an ordered pair of ranks have equal lengths and dtypes on both
     /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
     /// change, and those of `into` not be read, before the returned [`PendingTransfer`] has been waited on.
     ///
@@ -217,7 +217,7 @@ pub(crate) fn words_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
 /// A peer and a tensor to send or to fill.
 pub type PeerTensor = (usize, Tensor);
 
-/// What a rank says before a sum: whether it gives a part, and its range.
+/// Header of a rank's reduce-scatter: whether it gives a part, and its range.
 pub(super) struct ReduceScatterHeader {
     pub(super) gives: bool,
     pub(super) range: Range<usize>,

@@ -13,7 +13,7 @@ pub enum Action {
     Below(ExchangeMicros),
 }
 
-/// Micro-batches that an exchange is of.
+/// Micro-batches of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExchangeMicros {
     /// Whose hidden states go up.

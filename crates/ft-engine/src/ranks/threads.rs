@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// Placeholder before the first collective.
 const START: CollectiveId = CollectiveId::all("none yet");
 
-/// What a rank gives to another.
+/// A message from one rank to another.
 #[derive(Clone)]
 enum Message {
     Bytes(Vec<u8>),

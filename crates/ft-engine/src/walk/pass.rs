@@ -101,7 +101,7 @@ impl<'a> Walk<'a> {
     ) -> Result<(Tensor, layer::Saved)> {
         let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
         if let Some(routed) = saved.routed() {
-            routing.note(l, routed, (self.router_losses, context.is_idle()))?;
+            routing.note(l, routed, (self.router_losses, context.has_placeholder_row()))?;
         }
         Ok((y, saved))
     }
@@ -183,7 +183,8 @@ impl<'a> Walk<'a> {
         // available only after the whole forward pass: the load-balancing loss
         // couples the routers of all layers
         pass.routing.share(batch.context.micro_batch_group.as_deref(), self.router_losses)?;
-        let balance = if context.is_idle() { None } else { pass.routing.balance(self.router_losses)? };
+        let balance =
+            if context.has_placeholder_row() { None } else { pass.routing.balance(self.router_losses)? };
 
         let own = decoder.units.own_layers();
         for l in own.clone().rev() {

@@ -7,7 +7,7 @@ use crate::ranks::{Axis, CollectiveId, Comm, Group, words_of};
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 
-const PASSED: &str = "the hidden states between stages";
+const HIDDEN_STATES: &str = "the hidden states between stages";
 
 /// A rank of a stage, with its neighbors that pass on the same micro-batches.
 pub struct Stage<'a> {
@@ -67,9 +67,9 @@ impl<'a> Stage<'a> {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn exchange(&self, above: bool, c: StageExchange) -> ft_base::Result<Option<Vec<Tensor>>> {
-        let into = c.into.map(|rows| self.room(above, rows)).transpose()?;
-        self.pass(above, c.out.as_deref().unwrap_or_default(), into.as_deref().unwrap_or_default())?;
+    pub fn exchange(&self, above: bool, tensors: StageExchange) -> ft_base::Result<Option<Vec<Tensor>>> {
+        let into = tensors.into.map(|rows| self.room(above, rows)).transpose()?;
+        self.pass(above, tensors.out.as_deref().unwrap_or_default(), into.as_deref().unwrap_or_default())?;
         Ok(into)
     }
 
@@ -132,10 +132,12 @@ impl<'a> Stage<'a> {
     fn with(&self, above: bool) -> ([usize; 2], usize, CollectiveId) {
         let me = self.group.rank();
         match above {
-            true => ([me, me + 1], me + 1, CollectiveId::unit(PASSED, self.units.1)),
-            false => {
-                ([me.saturating_sub(1), me], me.saturating_sub(1), CollectiveId::unit(PASSED, self.units.0))
-            }
+            true => ([me, me + 1], me + 1, CollectiveId::unit(HIDDEN_STATES, self.units.1)),
+            false => (
+                [me.saturating_sub(1), me],
+                me.saturating_sub(1),
+                CollectiveId::unit(HIDDEN_STATES, self.units.0),
+            ),
         }
     }
 }

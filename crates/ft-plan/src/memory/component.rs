@@ -184,7 +184,7 @@ mod tests {
 
     /// Lengths of answers are those of `generate.samples`, whose prompts `data.max_length` cuts, and of `log.samples`.
     #[test]
-    fn the_key_value_cache_shrinks_by_the_keys_of_all_answers() {
+    fn the_hint_of_the_cache_names_the_keys_of_all_answers() {
         let keys = Component::Cache.keys_to_change();
         for key in ["generate.max_new_tokens", "data.max_length", "log.samples (shorter prompts)"] {
             assert!(keys.contains(key), "{key} is not in {keys}");

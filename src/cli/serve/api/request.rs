@@ -17,9 +17,14 @@ const ALTERNATIVES: u64 = 20;
 const STOPS: usize = 32;
 /// Token limit of a reply without one in the request or for the server.
 const REPLY: usize = 1024;
-/// Log-probabilities in the replies to a request that are not streamed: they are one JSON value in memory, of about
-/// 1 KiB for each.
+/// Log-probabilities of the generated tokens of a request that is not streamed: they are one JSON value in memory, of
+/// about 1 KiB for each.
 const SCORES: usize = 1 << 16;
+/// Log-probabilities of the tokens of echoed prompts, streamed or not: 65536 tokens with 7 alternatives. They take a
+/// quarter of a KiB each with many alternatives, three quarters without any.
+const ECHOED: usize = 1 << 19;
+/// Parameters that limit the tokens of a reply, newest first.
+const LIMITS: [&str; 2] = ["max_completion_tokens", "max_tokens"];
 
 /// A validated request.
 pub struct Request {
@@ -45,7 +50,8 @@ const WITHOUT_EFFECT: [&str; 9] = [
 /// Parses and validates a request body.
 ///
 /// A token limit above the server's, or above the rest of the context, is lowered; the answer then ends
-/// with finish reason `length`. Log-probabilities of an answer that is not streamed are limited to `SCORES`.
+/// with finish reason `length`. Log-probabilities of an answer that is not streamed are limited to `SCORES`, those
+/// of echoed prompts to `ECHOED`.
 ///
 /// # Errors
 /// Client errors: status 400, or 404 for an unknown model.
@@ -67,6 +73,9 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
     let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
     let longest = prompts.iter().map(|p| p.ids.len()).max().unwrap_or(0);
     let (asked, limit) = max_tokens(state, &mut p, endpoint, echo, longest)?;
+    if echo && let Some(alternatives) = logprobs {
+        check_echo(alternatives, prompts.iter().map(|p| p.ids.len()).sum())?;
+    }
     let scored = logprobs.filter(|_| !stream).map_or(usize::MAX, |n| scored_tokens(n, prompts.len()));
     let max_tokens = limit_scored(asked, limit, scored)?;
     let (sampling, repetition_penalty, seed) = sampling(state, &mut p)?;
@@ -143,6 +152,9 @@ fn chat_logprobs(p: &mut Parameters) -> Result<Option<usize>, ApiError> {
     }
 }
 
+/// A limit in a request, and its parameter.
+type Asked = (&'static str, usize);
+
 /// Token limits of a reply to prompts of at most `longest` tokens, of the request and the one that holds; 0 only beside
 /// an echo.
 fn max_tokens(
@@ -151,22 +163,23 @@ fn max_tokens(
     endpoint: Endpoint,
     echo: bool,
     longest: usize,
-) -> Result<(Option<usize>, usize), ApiError> {
+) -> Result<(Option<Asked>, usize), ApiError> {
     let least = u64::from(!echo);
     let count = |v: &Value| v.as_u64().filter(|n| *n >= least).and_then(|n| usize::try_from(n).ok());
     let wanted = if echo { "a whole number" } else { "a whole number above 0" };
-    let newer = p.read("max_completion_tokens", wanted, count)?;
-    let older = p.read("max_tokens", wanted, count)?;
+    let [newer, older] = LIMITS.map(|key| p.read(key, wanted, count));
+    let (newer, older) = (newer?, older?);
     if let (Some(newer), Some(older)) = (newer, older)
         && newer != older
     {
         let message = format!("max_tokens = {older} contradicts max_completion_tokens = {newer}");
         return Err(ApiError::param("max_tokens", message));
     }
-    let asked = newer.or(older);
+    let asked = newer.map(|n| (LIMITS[0], n)).or(older.map(|n| (LIMITS[1], n)));
+    let tokens_asked = asked.map(|(_, n)| n);
     let ContextLimit { model, tokens } = state.context;
     let left = tokens.saturating_sub(longest);
-    if longest > tokens || (left == 0 && asked != Some(0)) {
+    if longest > tokens || (left == 0 && tokens_asked != Some(0)) {
         let why = match state.context.is_of_memory() {
             true => format!(" in the memory of this server (the model is made for {model})"),
             false => String::new(),
@@ -177,7 +190,7 @@ fn max_tokens(
         let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
         return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
     }
-    Ok((asked, reply_limit(asked, state.max_tokens).min(left)))
+    Ok((asked, reply_limit(tokens_asked, state.max_tokens).min(left)))
 }
 
 /// Token limit of a reply, from those of the request and of the server.
@@ -193,14 +206,27 @@ fn scored_tokens(alternatives: usize, prompts: usize) -> usize {
     SCORES / (alternatives + 1) / prompts.max(1)
 }
 
+/// Refuses prompts of more tokens than are echoed with this number of alternatives per token, within [`ECHOED`].
+fn check_echo(alternatives: usize, tokens: usize) -> Result<(), ApiError> {
+    let most = ECHOED / (alternatives + 1);
+    if tokens <= most {
+        return Ok(());
+    }
+    let message = format!(
+        "logprobs: with echo = true and {alternatives} alternatives, prompts have at most {most} tokens together; \
+         these have {tokens}"
+    );
+    Err(ApiError::param("logprobs", message))
+}
+
 /// Lowers a token limit to that of scored replies, or refuses it if the request asked for it.
-fn limit_scored(asked: Option<usize>, limit: usize, scored: usize) -> Result<usize, ApiError> {
+fn limit_scored(asked: Option<Asked>, limit: usize, scored: usize) -> Result<usize, ApiError> {
     match asked {
-        Some(_) if limit > scored => {
+        Some((key, _)) if limit > scored => {
             let message = format!(
-                "max_tokens: with log-probabilities, and without stream = true, each reply has at most {scored} tokens"
+                "{key}: with log-probabilities, and without stream = true, each reply has at most {scored} tokens"
             );
-            Err(ApiError::param("max_tokens", message))
+            Err(ApiError::param(key, message))
         }
         _ => Ok(limit.min(scored)),
     }
@@ -274,12 +300,21 @@ mod tests {
     fn log_probabilities_limit_the_tokens_of_whole_replies() {
         let scored = [(0, 1), (20, 1), (20, 256)].map(|(n, prompts)| scored_tokens(n, prompts));
         assert_eq!(scored, [65536, 3120, 12]);
-        let limit = |asked, limit| limit_scored(asked, limit, 3120).map_err(|e| e.param);
+        let limit = |asked: Option<usize>, limit| {
+            limit_scored(asked.map(|n| (LIMITS[1], n)), limit, 3120).map_err(|e| e.param)
+        };
         assert_eq!(limit(None, 100_000), Ok(3120));
         assert_eq!((limit(None, 8), limit(Some(3120), 3120)), (Ok(8), Ok(3120)));
         // lowered before by the server or the context
         assert_eq!(limit(Some(100_000), 512), Ok(512));
         assert_eq!(limit(Some(3121), 3121), Err(Some("max_tokens".into())));
+    }
+
+    /// Harnesses score texts as echoed prompts, with up to 5 alternatives.
+    #[test]
+    fn echoes_of_65536_tokens_are_scored() {
+        assert!([0, 5, 7].iter().all(|n| check_echo(*n, 65536).is_ok()));
+        assert!(check_echo(8, 65536).is_err_and(|e| e.param.as_deref() == Some("logprobs")));
     }
 
     #[test]

@@ -150,7 +150,8 @@ impl AtomicFolder {
     /// with `ours("folder/name")` false.
     ///
     /// # Errors
-    /// [`Error::Write`]. The old folder is then unchanged.
+    /// [`Error::Write`], also if the new folder has a file in the place of a folder to move, or the reverse. The old
+    /// folder is then unchanged.
     pub fn replace(self, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         self.give_name(Some(ours))
     }

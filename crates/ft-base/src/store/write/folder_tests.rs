@@ -76,6 +76,32 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
 }
 
 #[test]
+fn an_entry_named_as_one_of_another_kind_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let target = root.path().join("m");
+    let replace = || {
+        let new = AtomicFolder::begin(&target).unwrap();
+        fill(&new, "two");
+        fs::create_dir(new.path().join("templates")).unwrap();
+        new.replace(&ours).map_err(|e| e.to_string())
+    };
+    let at = |name: &str| target.join(name);
+    let prepare: [(&str, &dyn Fn()); 3] = [
+        ("templates", &|| fs::write(at("templates"), "mine").unwrap()),
+        ("templates", &|| symlink("/etc", at("templates")).unwrap()),
+        ("weights", &|| fs::create_dir_all(at("weights/mine")).unwrap()),
+    ];
+    for (name, make) in prepare {
+        fs::create_dir(&target).unwrap();
+        make();
+        let error = replace().unwrap_err();
+        assert!(error.contains(&at(name).display().to_string()) && error.contains("move"), "{error}");
+        assert_eq!((names(&target), names(root.path())), (vec![name.to_string()], vec!["m".to_string()]));
+        fs::remove_dir_all(&target).unwrap();
+    }
+}
+
+#[test]
 fn a_dropped_folder_leaves_nothing() {
     let root = tempfile::tempdir().unwrap();
     let new = AtomicFolder::begin(&root.path().join("a/b/m")).unwrap();

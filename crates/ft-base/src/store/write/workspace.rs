@@ -49,7 +49,7 @@ impl Workspace {
     }
 
     /// Lists the entries of `target` to be moved into the new folder in `keep`, before any change; see
-    /// [`list_foreign`].
+    /// [`list_foreign`]. Refuses those whose place in the new folder something of another kind has.
     pub(super) fn keep(&self, target: &Path, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         let mut names = BTreeSet::new();
         // If `target` is a link, only the link is replaced, and the contents stay in place.
@@ -59,10 +59,23 @@ impl Workspace {
         if names.is_empty() {
             return Ok(());
         }
+        if let Some(name) = names.iter().find(|name| self.has_other_kind(target, Path::new(name))) {
+            let why = "a file or folder of the same name is to be there; move yours away";
+            return Err(Error::write("replace", &target.join(name), None, io::Error::other(why)));
+        }
         let bytes: Vec<u8> = names.iter().flat_map(|n| [n.as_bytes(), b"\0"].concat()).collect();
         write_atomic(&self.dir.join(KEEP), &bytes)?;
         fault!("folder.kept");
         Ok(())
+    }
+
+    /// Whether the draft has a file in the place of a folder of `target`, or the other way around: an entry, `name` or
+    /// `folder/name`, could not be moved.
+    fn has_other_kind(&self, target: &Path, name: &Path) -> bool {
+        name.ancestors().filter(|part| !part.as_os_str().is_empty()).any(|part| {
+            let new = self.draft().join(part);
+            exists(&new) && is_folder(&new) != is_folder(&target.join(part))
+        })
     }
 
     /// Completes or reverts an interrupted replacement, and removes drafts. Afterwards the workspace
@@ -80,14 +93,12 @@ impl Workspace {
             let mut changed = BTreeSet::new();
             for name in names.split(|b| *b == 0) {
                 if let Some(folder) = move_over(&left, target, name)? {
+                    fault!("folder.moved_over");
                     changed.extend([folder, target.to_path_buf()]);
                 }
             }
             for folder in &changed {
                 sync_folder(folder)?;
-            }
-            if !changed.is_empty() {
-                fault!("folder.moved_over");
             }
             remove_all(&left)?;
         }

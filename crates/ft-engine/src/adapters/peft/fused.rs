@@ -24,18 +24,18 @@ impl FusedTensors {
         let Some(slice) = &place.parameter.slice else { return };
         let new =
             || FusedTensor { part: t.part, experts: slice.experts, rows: slice.rows, parts: Vec::new() };
-        let whole = self.0.entry(place.name(t.part)).or_insert_with(new);
-        whole.parts.push((place.expert, slice.first, slice.step, value));
+        let tensor = self.0.entry(place.name(t.part)).or_insert_with(new);
+        tensor.parts.push((place.expert, slice.first, slice.step, value));
     }
 
     /// The tensors under their keys.
     pub(super) fn tensors(self) -> candle_core::Result<Vec<(String, Tensor)>> {
-        self.0.into_iter().map(|(name, whole)| Ok((format!("{PREFIX}{name}"), whole.joined()?))).collect()
+        self.0.into_iter().map(|(name, tensor)| Ok((format!("{PREFIX}{name}"), tensor.fused()?))).collect()
     }
 }
 
 impl FusedTensor {
-    fn joined(mut self) -> candle_core::Result<Tensor> {
+    fn fused(mut self) -> candle_core::Result<Tensor> {
         self.parts.sort_by_key(|(expert, first, ..)| (*expert, *first));
         if self.part == Part::A {
             let parts: Vec<&Tensor> = self.parts.iter().map(|(.., value)| value).collect();

@@ -74,7 +74,7 @@ fn pairs_neighbors(architecture: &str) -> bool {
     matches!(architecture, "llama" | "smollm3")
 }
 
-/// Tensors named so far.
+/// Maps modules to llama.cpp's tensors, in order.
 struct TensorNameMap<'a> {
     config: &'a Config,
     arch: &'static str,

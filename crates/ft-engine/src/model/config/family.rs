@@ -38,8 +38,8 @@ pub enum Window {
     EvenBelow,
     /// With `use_sliding_window`: as listed in `layer_types`, else the layers without positions.
     WithoutPositions,
-    /// As listed in `layer_types`, else all layers but each of this number; of `sliding_window_pattern`, if the family
-    /// reads it.
+    /// As listed in `layer_types`, else all layers but every n-th; n is `sliding_window_pattern` if the family reads
+    /// it.
     Pattern(usize),
 }
 

@@ -67,6 +67,11 @@ impl<'a> Keys<'a> {
         Error::Key { file: self.file.into(), key: self.name(key), why: why.into() }
     }
 
+    /// A note on a key without effect; an error if it `is_new`.
+    pub(super) fn note(&self, key: &str, text: String, is_new: bool) -> Result<String> {
+        if is_new { Err(self.bad(key, text)) } else { Ok(format!("{}: {text}", self.name(key))) }
+    }
+
     fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {
         self.bad(key, format!("{}; {what} is wanted", short(v)))
     }

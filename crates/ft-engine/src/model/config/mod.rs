@@ -1,8 +1,8 @@
 //! Reads `config.json` of transformers 4 and 5 into one [`Config`].
 //!
 //! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
-//! [`Config::unknown`]; keys of rotary embeddings, windows and tied heads that transformers ignores, in
-//! [`Config::notes`]. Absent keys have the defaults of transformers' classes.
+//! [`Config::unknown`]. Keys of rotary embeddings, windows and tied heads that transformers ignores are listed in
+//! [`Config::notes`], and refused in overrides. Absent keys have the defaults of transformers' classes.
 
 mod defaults;
 mod error;

@@ -5,7 +5,7 @@ use super::error::{Error, Result};
 use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::{self, ROPE_SCALING};
+use super::rope;
 use super::rules::WeightFormat;
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe};
@@ -48,12 +48,7 @@ impl Config {
         mut raw: Map<String, Value>,
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
-        // transformers takes an empty table for an absent one.
-        if overrides.get(ROPE_SCALING).and_then(Value::as_object).is_some_and(Map::is_empty) {
-            let why = "{} changes nothing\n  hint: model.override's rope_scaling = { rope_type = \"default\" } \
-                       removes the scaling";
-            return Err(Keys::new(file, overrides).bad(ROPE_SCALING, why));
-        }
+        rope::refuse(&Keys::new(file, overrides))?;
         let nested = raw.get(Self::TEXT).is_some_and(Value::is_object);
         if nested {
             raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
@@ -70,11 +65,11 @@ impl Config {
         }
         let origin = |key: &str| {
             let text = raw.get(Self::TEXT).and_then(Value::as_object).unwrap_or(&raw);
-            let key = key.split('.').find(|part| *part != Self::TEXT).unwrap_or(key);
-            if overrides.contains_key(key) || rope::is_changed(key, overrides) {
+            let top = key.split('.').find(|part| *part != Self::TEXT).unwrap_or(key);
+            if rope::is_changed(key, overrides) {
                 "\n  hint: the value is model.override's"
-            } else if family.is_some_and(|(family, _)| is_default(family, text, key)) {
-                "\n  hint: the file has no such key: the value is the default of its class"
+            } else if family.is_some_and(|(family, _)| is_default(family, text, top)) {
+                "\n  hint: the file has no value for it: the value is the default of its class"
             } else {
                 ""
             }
@@ -130,7 +125,7 @@ impl Config {
             scores,
             ropes,
             max_positions,
-            notes: unread.into_iter().chain(notes(&keys, family, tied, &attention)?).collect(),
+            notes: unread.into_iter().chain(notes(&keys, (family, tied), &attention, overrides)?).collect(),
             attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
@@ -241,13 +236,18 @@ const TIED: &str = "tie_word_embeddings";
 
 /// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, and
 /// windows.
-fn notes(keys: &Keys<'_>, family: &Family, tied: bool, attention: &[LayerAttention]) -> Result<Vec<String>> {
+fn notes(
+    keys: &Keys<'_>,
+    (family, tied): (&Family, bool),
+    attention: &[LayerAttention],
+    overrides: &Map<String, Value>,
+) -> Result<Vec<String>> {
     let other = keys.flag(TIED)?.filter(|own| *own != tied);
     let of_tied = |own: bool| {
         let path = format!("{}.{TIED}", Config::TEXT);
         format!("{path}: {own} has no effect, as in transformers: {TIED} of the whole is {tied}")
     };
-    Ok(other.map(of_tied).into_iter().chain(keys.unread_windows(family, attention)?).collect())
+    Ok(other.map(of_tied).into_iter().chain(keys.unread_windows(family, attention, overrides)?).collect())
 }
 
 /// Family of this name and the name of its class, `nested` if within a vision checkpoint.

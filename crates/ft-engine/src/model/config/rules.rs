@@ -209,7 +209,7 @@ const FP8: &[&str] = &[
 ];
 
 /// Keys of `rope_scaling` and `rope_parameters`.
-const ROPE: &[&str] = &[
+pub(super) const ROPE: &[&str] = &[
     "attention_factor",
     "beta_fast",
     "beta_slow",

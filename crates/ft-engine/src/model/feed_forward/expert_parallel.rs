@@ -32,7 +32,7 @@ const COMBINE: &str = "the rows back from their experts";
 #[cfg(test)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Gradients of outputs travel without their gates.
+    /// Gradients of outputs are dispatched without their gates.
     Gates,
     /// Gradients of inputs do not come back.
     Inputs,
@@ -215,7 +215,8 @@ impl Mixture {
         self.owned.is_some()
     }
 
-    /// Restores the inputs of the experts from rows sorted by expert: they travel again, to owners that need them.
+    /// Restores the inputs of the experts from rows sorted by expert: they are dispatched again, to owners that need
+    /// them.
     pub(super) fn restore_dispatched(
         &self,
         saved: &mut Saved,
@@ -288,7 +289,7 @@ impl Mixture {
         ctx: &Context,
         like: RowSpec<'_>,
     ) -> Result<(LocalSaved, Option<Tensor>)> {
-        let received = self.exchange(rows, exchange, (Direction::Dispatch, &[]), ctx, like)?;
+        let received = self.transfer(rows, exchange, (Direction::Dispatch, &[]), ctx, like)?;
         let (local, out) = match (received, exchange.here.sorted()) {
             (None, _) => (LocalSaved::Nothing, None),
             (Some(received), Some(sorted)) => {
@@ -316,7 +317,7 @@ impl Mixture {
             }
             (_, out) => out,
         };
-        Ok((local, self.exchange(out, exchange, (Direction::Combine, &[]), ctx, like)?))
+        Ok((local, self.transfer(out, exchange, (Direction::Combine, &[]), ctx, like)?))
     }
 
     /// Backward pass of [`Mixture::forward_rows`].
@@ -335,7 +336,7 @@ impl Mixture {
             Some(Fault::Mean) => rows.map(|r| r / exchange.sent.len() as f64).transpose()?,
             _ => rows,
         };
-        let received = self.exchange(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
+        let received = self.transfer(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
         let dx = match (local, received, exchange.here.sorted()) {
             (LocalSaved::Nothing, None, _) => {
                 let slots = self.experts.iter().flat_map(mlp::Mlp::linears).flat_map(Linear::slots);
@@ -363,7 +364,7 @@ impl Mixture {
             Some(Fault::Inputs) => dx.map(|dx| dx * 0.0).transpose()?,
             _ => dx,
         };
-        self.exchange(dx, &exchange, (Direction::Combine, &[]), ctx, like)
+        self.transfer(dx, &exchange, (Direction::Combine, &[]), ctx, like)
     }
 
     fn restore_rows(
@@ -377,7 +378,7 @@ impl Mixture {
         if !needs.contains(&true) {
             return Ok(());
         }
-        let Some(received) = self.exchange(rows, &s.exchange, (Direction::Dispatch, needs), ctx, like)?
+        let Some(received) = self.transfer(rows, &s.exchange, (Direction::Dispatch, needs), ctx, like)?
         else {
             return Ok(());
         };
@@ -417,7 +418,7 @@ impl Mixture {
 
     /// Sends runs of rows to the ranks, and returns the incoming rows in the order of ranks; `None` without any. With
     /// `needs`, only to ranks that need them.
-    fn exchange(
+    fn transfer(
         &self,
         rows: Option<Tensor>,
         exchange: &RowExchange,

@@ -139,8 +139,10 @@ impl<'a> Context<'a> {
     }
 
     /// Whether the rank has no tokens, but one row that no other rank sees.
-    pub fn is_idle(&self) -> bool {
-        self.sequence_parallel.as_ref().is_some_and(|sequence_parallel| sequence_parallel.is_idle())
+    pub fn has_placeholder_row(&self) -> bool {
+        self.sequence_parallel
+            .as_ref()
+            .is_some_and(|sequence_parallel| sequence_parallel.has_placeholder_row())
     }
 
     /// Spare columns of a tensor that a block takes: none if it is gathered first.

@@ -281,8 +281,7 @@ impl<'a> GradAccumulator<'a> {
     }
 
     /// [`GradAccumulator::product`] of `dy` and `u` for a slot of B, and `du = scale dy B` from the same read of `dy`,
-    /// written to
-    /// `to` if given. `None` and nothing done unless [`factors::takes`] them.
+    /// written to `to` if given. `None` and nothing done unless [`factors::takes`] them.
     pub fn factors(
         &self,
         slot: Slot,

@@ -157,7 +157,7 @@ impl<'a> SequenceParallel<'a> {
     }
 
     /// Whether this rank has no tokens, but the one row that no other sees.
-    pub fn is_idle(&self) -> bool {
+    pub fn has_placeholder_row(&self) -> bool {
         self.own().is_empty()
     }
 

@@ -1,4 +1,4 @@
-//! What layers from one on take from layers below it beside hidden states: stages of a pipeline pass it on.
+//! Tensors across a stage boundary, beside hidden states.
 
 use super::shared_state::SharedState;
 use crate::model::Config;
@@ -73,13 +73,13 @@ impl StageBoundary {
     }
 
     /// Starts a pass above with what came up.
-    pub fn set_forward_tensors(&self, shared_state: &SharedState, came: Vec<Tensor>) -> Result<()> {
-        let mut came = came.into_iter();
+    pub fn set_forward_tensors(&self, shared_state: &SharedState, received: Vec<Tensor>) -> Result<()> {
+        let mut received = received.into_iter();
         if let Some((_, layers)) = &self.inputs {
-            shared_state.set_inputs_of(layers.start, next(&mut came)?, self.wants);
+            shared_state.set_inputs_of(layers.start, next(&mut received)?, self.wants);
         }
         self.keys.iter().try_for_each(|(l, _)| {
-            shared_state.lend_keys(*l, [next(&mut came)?, next(&mut came)?]);
+            shared_state.lend_keys(*l, [next(&mut received)?, next(&mut received)?]);
             Ok(())
         })
     }
@@ -97,19 +97,19 @@ impl StageBoundary {
     }
 
     /// Gives a pass below the gradients that came down.
-    pub fn set_backward_tensors(&self, shared_state: &SharedState, came: Vec<Tensor>) -> Result<()> {
-        let mut came = came.into_iter();
+    pub fn set_backward_tensors(&self, shared_state: &SharedState, received: Vec<Tensor>) -> Result<()> {
+        let mut received = received.into_iter();
         if self.inputs.is_some() && self.wants {
-            shared_state.give_topmost(&next(&mut came)?)?;
+            shared_state.give_topmost(&next(&mut received)?)?;
         }
         self.keys
             .iter()
-            .try_for_each(|(l, _)| shared_state.give_keys(*l, [next(&mut came)?, next(&mut came)?]))
+            .try_for_each(|(l, _)| shared_state.give_keys(*l, [next(&mut received)?, next(&mut received)?]))
     }
 }
 
-fn next(came: &mut impl Iterator<Item = Tensor>) -> Result<Tensor> {
-    match came.next() {
+fn next(received: &mut impl Iterator<Item = Tensor>) -> Result<Tensor> {
+    match received.next() {
         Some(t) => Ok(t),
         None => bail!("a stage has passed on too few tensors: a bug in ft"),
     }

@@ -13,7 +13,7 @@ use ft_kernels::tensor::Real;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A range of a flat buffer.
+/// A range of a flat buffer on this rank; all of it if nothing is sharded.
 #[derive(Clone, Debug)]
 pub struct LocalShard {
     /// Element range in the buffer.

@@ -12,9 +12,9 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Moments {
     /// 8-bit moments of large tensors; `None` if all are f32.
-    coded: Option<EightBitRange>,
+    eight_bit: Option<EightBitRange>,
     /// f32 moments of the remaining tensors.
-    wide: [LocalShard; 2],
+    f32: [LocalShard; 2],
 }
 
 /// 8-bit moments.
@@ -36,15 +36,15 @@ impl Moments {
     /// Zero-filled moments for a range of a buffer; those of the first `large` elements of the buffer are
     /// in 8 bits.
     pub(crate) fn new(at: &Range<usize>, large: usize, home: &Device) -> Result<Self> {
-        let (coded, wide) = (common(at, &(0..large)), common(at, &(large..at.end.max(large))));
-        let (n, wide) = (coded.len(), || LocalShard::zeros(wide.clone(), home));
+        let (eight_bit, rest) = (common(at, &(0..large)), common(at, &(large..at.end.max(large))));
+        let (n, rest) = (eight_bit.len(), || LocalShard::zeros(rest.clone(), home));
         // Zero everywhere, including the gaps between tensors, which checkpoints do not store.
         let codes = |zero: u8| Real::full(zero, n, home).map(Tensor::Real);
         let scales = || Tensor::zeros(n.div_ceil(BLOCK), DType::F32, home);
-        let coded = match n {
+        let eight_bit = match n {
             0 => None,
             _ => Some(EightBitRange {
-                at: coded,
+                at: eight_bit,
                 all: EightBit {
                     codes: [codes(optimizer::ZERO[0])?, codes(optimizer::ZERO[1])?],
                     scales: [scales()?, scales()?],
@@ -52,12 +52,12 @@ impl Moments {
                 },
             }),
         };
-        Ok(Self { coded, wide: [wide()?, wide()?] })
+        Ok(Self { eight_bit, f32: [rest()?, rest()?] })
     }
 
     /// Intersections of a range with the 8-bit part and the f32 part.
     pub fn parts(&self, range: &Range<usize>) -> [Range<usize>; 2] {
-        [self.coded.as_ref().map_or(0..0, |c| common(&c.at, range)), common(&self.wide[0].at, range)]
+        [self.eight_bit.as_ref().map_or(0..0, |c| common(&c.at, range)), common(&self.f32[0].at, range)]
     }
 
     /// Views of a range returned by [`Moments::parts`].
@@ -65,9 +65,9 @@ impl Moments {
     /// # Errors
     /// A range not fully held by this rank, or not starting at a block boundary.
     pub fn of(&self, range: Range<usize>) -> Result<MomentsView> {
-        let Some(c) = self.coded.as_ref().filter(|c| c.at.start <= range.start && range.end <= c.at.end)
+        let Some(c) = self.eight_bit.as_ref().filter(|c| c.at.start <= range.start && range.end <= c.at.end)
         else {
-            let [m, v] = &self.wide;
+            let [m, v] = &self.f32;
             return Ok(MomentsView::F32([m.of(range.clone())?, v.of(range)?]));
         };
         let start = range.start - c.at.start;
@@ -104,8 +104,8 @@ impl Moments {
 
     /// Memory of the moments, in bytes.
     pub fn bytes(&self) -> u64 {
-        let coded = self.coded.as_ref().map_or(0, |c| bytes(c.at.len()));
-        coded + 8 * self.wide[0].at.len() as u64
+        let eight_bit = self.eight_bit.as_ref().map_or(0, |c| bytes(c.at.len()));
+        eight_bit + 8 * self.f32[0].at.len() as u64
     }
 }
 

@@ -54,8 +54,8 @@ impl<'a> FrozenUnit<'a> {
 
     /// Places a vector to be read by [`FrozenUnit::end`]; returns a view.
     pub fn later(&mut self, kind: FlatKind, unread: LazyVector<'a>) -> Result<Tensor> {
-        let (place, view) = self.place(kind, unread.dtype, unread.len)?;
-        self.unread.push((place, unread));
+        let (slot, view) = self.place(kind, unread.dtype, unread.len)?;
+        self.unread.push((slot, unread));
         Ok(view)
     }
 
@@ -68,11 +68,11 @@ impl<'a> FrozenUnit<'a> {
             Buffer::apart(all.narrow(0, 0, *used)?, *kind, what)
         };
         let buffers: Vec<Buffer> = self.buffers.iter().map(apart).collect::<Result<_>>()?;
-        for (place, unread) in self.unread {
-            let held = &buffers[place.buffer].held;
-            let here = common(&held.at, &(place.start..place.start + place.len));
+        for (slot, unread) in self.unread {
+            let held = &buffers[slot.buffer].held;
+            let here = common(&held.at, &(slot.start..slot.start + slot.len));
             if !here.is_empty() {
-                let values = (unread.read)(here.start - place.start..here.end - place.start)?;
+                let values = (unread.read)(here.start - slot.start..here.end - slot.start)?;
                 held.set(here.start, &values)?;
             }
         }
@@ -85,7 +85,7 @@ impl FrozenSlot {
     pub fn set(&self, buffers: &[Buffer], values: &ft_kernels::Real) -> Result<()> {
         match buffers.get(self.buffer) {
             Some(buffer) if values.elem_count() == self.len => buffer.held.set(self.start, values),
-            _ => candle_core::bail!("{} values for a place of {}", values.elem_count(), self.len),
+            _ => candle_core::bail!("{} values for a slot of {}", values.elem_count(), self.len),
         }
     }
 }

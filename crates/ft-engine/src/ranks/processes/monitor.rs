@@ -98,7 +98,7 @@ struct State {
     done: Option<Round>,
     /// Deadline of the current collective.
     deadline: Option<Instant>,
-    /// A failure is being sent to the peers.
+    /// A failure is being sent to the peers, or has been.
     is_failing: bool,
     /// Cause of the failure, time of the failure, and whether a process died.
     failed: Option<(Error, Instant, bool)>,
@@ -263,7 +263,7 @@ impl Monitor {
     /// Builds the error of a lost rank.
     pub fn error(&self, rank: usize, why: String, code: ExitCode) -> Error {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
-        // leaks at most once per process
+        // leaks a name per reported failure: at most a few per peer
         let at = CollectiveId::all(self.at(rank).leak());
         self.staged(Error { rank, world: self.world, stage: None, host, at, why, code, hangs: false })
     }
@@ -273,7 +273,7 @@ impl Monitor {
     }
 
     /// Ends the run for all ranks; the first cause is kept. Returns when the other ranks have been sent it, by this
-    /// thread or another. `died` says whether a process is gone.
+    /// thread or another; does nothing after [`Monitor::leave`]. `died` says whether a process is gone.
     pub fn fail(&self, e: Error, died: bool) {
         let mut s = self.lock();
         if s.over {
@@ -479,6 +479,24 @@ mod tests {
         monitor.judge(rank);
         let e = monitor.failed().expect("a failure");
         (e.rank, e.to_string())
+    }
+
+    #[test]
+    fn a_second_failure_waits_until_the_first_is_sent() {
+        let monitor = Arc::new(Monitor::new((0, 1), Duration::from_secs(600)));
+        monitor.lock().is_failing = true;
+        let e = monitor.error(0, "it fails".into(), ExitCode::LostRank);
+        let (release, released) = std::sync::mpsc::channel();
+        let (other, first) = (Arc::clone(&monitor), e.clone());
+        let sender = std::thread::spawn(move || {
+            released.recv().expect("released");
+            other.lock().failed = Some((first, Instant::now(), false));
+            other.changed.notify_all();
+        });
+        release.send(()).expect("a thread");
+        monitor.fail(e, false);
+        assert!(monitor.failed().is_some());
+        sender.join().expect("no panic");
     }
 
     #[test]

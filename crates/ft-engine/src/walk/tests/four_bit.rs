@@ -350,7 +350,7 @@ fn merging_reports_what_it_loses() -> Result<()> {
 
 /// 4-bit codes of other weights are detected, even from the same model a few steps later.
 #[test]
-fn nf4_codes_agree_with_their_weights_alone() -> Result<()> {
+fn nf4_codes_agree_only_with_the_weights_they_encode() -> Result<()> {
     for (c, _) in four_bit_cases()? {
         let original = cases()?.into_iter().find(|d| d.name() == c.name()).context("the original")?;
         let folder = tempfile::tempdir()?;

@@ -209,11 +209,7 @@ fn dequantization_has_enough_bytes_in_flight() {
         for ((card, bandwidth, processors), of) in cards.iter().zip(&words[3..]) {
             let blocks: f64 = of.split('/').nth(1).and_then(|b| b.parse().ok()).expect("registers/blocks");
             let (have, want) = (blocks * threads * 16.0, bandwidth / processors * 800.0 * 0.53 / 2.53);
-            assert!(
-                have >= want,
-                "{} on {card}: {have:.0} bytes on the way, {want:.0} arrive meanwhile",
-                words[0]
-            );
+            assert!(have >= want, "{} on {card}: {have:.0} bytes in flight, {want:.0} are needed", words[0]);
         }
     }
     assert_eq!(kernels, 4, "of the table");

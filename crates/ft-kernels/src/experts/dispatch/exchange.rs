@@ -8,7 +8,7 @@ use crate::Tensor;
 use candle_core::{DType, Device, Result};
 use std::ops::Range;
 
-/// Message of a rank before rows travel.
+/// Counts that a rank sends before the rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DispatchCounts {
     /// Rows for each expert.
@@ -39,7 +39,7 @@ impl RowExchange {
     /// The exchange by the counts of the group, in rank order.
     ///
     /// # Errors
-    /// Departures of different models; device errors.
+    /// Counts of different models; device errors.
     pub fn new(all: &[DispatchCounts], me: usize, on: (&Device, Option<DType>)) -> Result<Self> {
         let experts = all.first().map_or(0, |d| d.counts.len());
         let own = experts / all.len().max(1);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_without_rows_and_experts_without_rows_are_served() -> Result<()> {
+    fn ranks_without_rows_and_experts_without_rows_are_exchanged() -> Result<()> {
         let all = [of(&[0, 0], &[], false), of(&[2, 0], &[], false)];
         let a = RowExchange::new(&all, 0, (&Device::Cpu, None))?;
         assert_eq!((a.rows(), &a.sent), (2, &vec![0, 0]));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn departures_of_other_models_are_refused() {
+    fn counts_of_other_models_are_refused() {
         for all in [vec![of(&[1, 2, 3], &[], false); 2], vec![of(&[1, 2], &[], false), of(&[1], &[], false)]]
         {
             assert!(RowExchange::new(&all, 0, (&Device::Cpu, None)).is_err());

@@ -292,7 +292,7 @@ mod tests {
     use crate::ledger::Ledger;
 
     #[test]
-    fn tables_with_one_trained_a_share_its_gradient() -> Result<()> {
+    fn tables_share_the_gradient_of_a_common_a() -> Result<()> {
         let ledger = Ledger::new(Default::default());
         let ghost = |dims: (usize, usize)| Tensor::from(Ghost::weight(&ledger, dims, DType::BF16));
         let (w, a, b) = (ghost((16, 8)), ghost((4, 8)), ghost((16, 4)));

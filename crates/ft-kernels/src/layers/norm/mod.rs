@@ -223,7 +223,7 @@ mod tests {
 
     /// A weight stored as `w - 1`.
     #[test]
-    fn a_norm_of_a_weight_less_one_is_the_same() -> Result<()> {
+    fn plus_one_norms_equal_norms_of_the_whole_weight() -> Result<()> {
         let (x, w, dy) =
             (randn(1, (33, 8), DType::F64)?, randn(2, 8, DType::F64)?, randn(3, (33, 8), DType::F64)?);
         let less = (&w - 1.0)?;

@@ -9,6 +9,9 @@ use std::collections::{BTreeMap, HashMap};
 /// Depth of nesting at the most.
 const DEEPEST: usize = 32;
 
+/// Bytes of text that aliases copy at the most.
+const MOST_COPIED: usize = 64 << 20;
+
 /// A list or table that is being read.
 struct Open {
     value: Value,
@@ -33,14 +36,14 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
 /// The value of the first YAML document of `text`; null without one.
 ///
 /// # Errors
-/// A syntax error with its line; more than `most` values.
+/// A syntax error with its line; more than `most` values, or aliases of more than 64 MiB.
 pub fn value(text: &str, most: usize) -> Result<Value, String> {
     Ok(read_document(text, most)?.root.unwrap_or_default())
 }
 
 fn read_document(text: &str, most: usize) -> Result<Reader, String> {
     let (open, anchors, lines) = Default::default();
-    let mut reader = Reader { open, anchors, root: None, lines, nodes: 0, most };
+    let mut reader = Reader { open, anchors, root: None, lines, nodes: 0, copied: 0, most };
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
         if matches!(event, Event::DocumentEnd) {
@@ -59,6 +62,8 @@ struct Reader {
     lines: BTreeMap<String, usize>,
     /// Values so far, with the copies for anchors and aliases.
     nodes: usize,
+    /// Bytes of text that aliases have copied.
+    copied: usize,
     /// The most values.
     most: usize,
 }
@@ -84,8 +89,13 @@ impl Reader {
                 None => Err("an end without a beginning".into()),
             },
             Event::Alias(anchor) => {
-                let value = self.anchors.get(&anchor).cloned().ok_or("an alias of nothing")?;
-                self.nodes += count(&value);
+                let value = self.anchors.get(&anchor).ok_or("an alias of nothing")?;
+                self.nodes += count(value);
+                self.copied += text_bytes(value);
+                if self.copied > MOST_COPIED {
+                    return Err(format!("aliases of more than {} MiB", MOST_COPIED >> 20));
+                }
+                let value = value.clone();
                 self.put(value, 0)
             }
             _ => Ok(()),
@@ -155,6 +165,16 @@ fn count(value: &Value) -> usize {
     }
 }
 
+/// Bytes of text in a value, keys included.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(list) => list.iter().map(text_bytes).sum(),
+        Value::Object(table) => table.iter().map(|(key, value)| key.len() + text_bytes(value)).sum(),
+        _ => 0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,6 +211,11 @@ mod tests {
             bomb += &format!("a{i}: &a{i} [{}]\n", [last.as_str(); 10].join(", "));
         }
         assert!(read(&bomb).unwrap_err().contains("more than"));
+        let copies = |n: usize| {
+            value(&format!("a: &a [{}]\nb: [{}]", "x".repeat(1 << 20), ["*a"; 65][..n].join(", ")), 1000)
+        };
+        assert!(copies(64).is_ok());
+        assert!(copies(65).unwrap_err().ends_with("line 2: aliases of more than 64 MiB"));
     }
 
     #[test]

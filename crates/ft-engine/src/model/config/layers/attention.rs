@@ -6,7 +6,7 @@ use crate::model::config::keys::Keys;
 use crate::model::config::limits::{LAYERS, POSITIONS};
 use crate::model::config::types::{KeySource, LayerAttention};
 use ft_base::store::json::short;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// Key of the type of each layer.
 const TYPES: &str = "layer_types";
@@ -114,27 +114,29 @@ impl Keys<'_> {
     }
 
     /// Notes on keys that give other windows than the layers have: some classes of transformers do not read
-    /// [`TYPES`], most not [`PATTERN`], none the second name of it.
+    /// [`TYPES`], most not [`PATTERN`], none the second name of it. An error for a key of overrides.
     pub(in crate::model::config) fn unread_windows(
         &self,
         family: &Family,
         attention: &[LayerAttention],
+        overrides: &Map<String, Value>,
     ) -> Result<Vec<String>> {
-        let differs =
-            |l: &Vec<bool>| l.iter().zip(attention).any(|(slides, a)| *slides != a.window.is_some());
+        let differs = |l: &[bool]| l.iter().zip(attention).any(|(slides, a)| *slides != a.window.is_some());
         let (name, layers) = (family.model_type, attention.len());
-        let types = self.listed(family, layers)?.filter(differs).map(|_| {
-            format!(
-                "{TYPES}: {name} does not read it, as in transformers: all layers have the same window, or none"
-            )
-        });
-        let of = |key: &str| {
-            let every = self.some(key, LAYERS).ok().flatten()?;
-            Some(pattern(every, layers)).filter(differs)?;
-            let why = format!("{TYPES} or the class of {name} says which layers have windows");
-            Some(format!("{key}: {every} has no effect, as in transformers: {why}"))
-        };
-        Ok(types.into_iter().chain([PATTERN, "_sliding_window_pattern"].into_iter().filter_map(of)).collect())
+        let mut notes = Vec::new();
+        if self.listed(family, layers)?.is_some_and(|l| differs(&l)) {
+            let why = "does not read it, as in transformers: all layers have the same window, or none";
+            notes.push(self.note(TYPES, format!("{name} {why}"), overrides.contains_key(TYPES))?);
+        }
+        for key in [PATTERN, "_sliding_window_pattern"] {
+            let Ok(Some(every)) = self.some(key, LAYERS) else { continue };
+            if differs(&pattern(every, layers)) {
+                let why = format!("{TYPES} or the class of {name} says which layers have windows");
+                let text = format!("{every} has no effect, as in transformers: {why}");
+                notes.push(self.note(key, text, overrides.contains_key(key))?);
+            }
+        }
+        Ok(notes)
     }
 }
 

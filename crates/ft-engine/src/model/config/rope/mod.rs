@@ -4,7 +4,7 @@ mod read;
 mod tables;
 
 pub(super) use read::{read, unread};
-pub(super) use tables::{LAYER_TYPES, ROPE_PARAMETERS, ROPE_SCALING, is_changed, replace, settle};
+pub(super) use tables::{LAYER_TYPES, ROPE_PARAMETERS, ROPE_SCALING, is_changed, refuse, replace, settle};
 
 use super::error::{Error, Result};
 use candle_core::Device;

@@ -1,11 +1,12 @@
 //! Reads rotary embeddings from their tables in `config.json`.
 
-use super::tables::{BASE, DEFAULT, KINDS, ROPE_PARAMETERS, ROPE_SCALING, in_effect};
+use super::tables::{BASE, DEFAULT, KINDS, NONE, ROPE_PARAMETERS, in_effect, is_changed};
 use super::{Rope, Scaling};
 use crate::model::config::error::{Error, Result};
 use crate::model::config::family::{Family, LOCAL, PARTIAL};
 use crate::model::config::keys::Keys;
 use crate::model::config::limits::POSITIONS;
+use crate::model::config::rules::ROPE;
 use crate::model::config::types::LayerAttention;
 use ft_base::store::json::short;
 use serde_json::{Map, Value, json};
@@ -23,8 +24,32 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// Key of YaRN's rounding.
 const TRUNCATE: &str = "truncate";
 
-/// Names of LongRoPE.
+/// Names of LongRoPE; the second is Phi-3's alone.
 const LONG: [&str; 2] = ["longrope", "su"];
+
+/// Keys of a table that have no part in its scaling.
+const BESIDE: [&str; 5] = [BASE, KINDS[0], KINDS[1], "mrope_interleaved", "mrope_section"];
+
+/// Keys that a type of scaling reads.
+fn keys_of(kind: &str) -> &'static [&'static str] {
+    match kind {
+        DEFAULT => &[],
+        "linear" => &["factor"],
+        "proportional" => &["factor", PARTIAL],
+        "llama3" => &["factor", "high_freq_factor", "low_freq_factor", ORIGINAL],
+        "yarn" => &[
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "factor",
+            "mscale",
+            "mscale_all_dim",
+            ORIGINAL,
+            TRUNCATE,
+        ],
+        _ => &["attention_factor", "factor", "long_factor", "short_factor", ORIGINAL],
+    }
+}
 
 /// Reads the rotary embeddings of settled keys: one of all layers, or those of full and of sliding layers.
 pub(in crate::model::config) fn read(
@@ -53,43 +78,54 @@ pub(in crate::model::config) fn unread(
     ropes: &[Rope],
     overrides: &Map<String, Value>,
 ) -> Result<Vec<String>> {
-    let is_set = |key: &str| overrides.contains_key(key);
-    let scaling = overrides.get(ROPE_SCALING);
     let mut notes = Vec::new();
-    for (i, t) in in_effect(keys, family)?.iter().enumerate() {
-        // A new scaling or share is not of sliding layers.
-        let of_full = |key: &str| is_set(key) || scaling.is_some_and(|t| t.get(key).is_some());
-        let is_new = |key: &str| is_set(ROPE_PARAMETERS) || (i == 0 && of_full(key));
-        if kind_of(t)? == DEFAULT {
-            for key in ["factor"].into_iter().chain(family.two_ropes.then_some(PARTIAL)) {
-                notes.extend(idle(t, key, (json!(1.0), "rope_type is default"), is_new(key))?);
-            }
+    for t in in_effect(keys, family)? {
+        let kind = kind_of(&t)?;
+        let other = format!("rope_type is {kind}");
+        for key in ROPE.iter().filter(|key| !BESIDE.contains(key)) {
+            let is_read = keys_of(kind).contains(key) || (*key == PARTIAL && !family.two_ropes);
+            let (effect, why) = match *key {
+                TRUNCATE if is_read => {
+                    (json!(truncates(keys, &t, family)?), "it is read beside the layer types")
+                }
+                _ if is_read => continue,
+                "factor" | PARTIAL => (json!(1.0), other.as_str()),
+                _ => (Value::Null, other.as_str()),
+            };
+            notes.extend(idle(&t, key, (effect, why), overrides)?);
         }
-        let why = "it is read beside the layer types";
-        notes.extend(idle(t, TRUNCATE, (json!(truncates(keys, t, family)?), why), is_new(TRUNCATE))?);
     }
     for (i, key) in [BASE, LOCAL].into_iter().enumerate() {
         let theta = ropes.get(i).map(|r| r.theta);
         let why = theta.map_or("all layers have one base".into(), |t| format!("the base in effect is {t}"));
-        notes.extend(idle(file, key, (json!(theta), &why), is_set(key))?);
+        notes.extend(idle(file, key, (json!(theta), &why), overrides)?);
     }
     if family.two_ropes {
         let of = |r: &Rope| if let Scaling::Proportional { share, .. } = r.scaling { share } else { 1.0 };
         let share = ropes.iter().map(of).fold(1.0, f64::min);
         let why = format!("the share in effect is {share}");
-        notes.extend(idle(file, PARTIAL, (json!(share), &why), is_set(PARTIAL))?);
+        notes.extend(idle(file, PARTIAL, (json!(share), &why), overrides)?);
         let why = "it is read in the tables of the layer types";
-        notes.extend(idle(file, ORIGINAL, (Value::Null, why), is_set(ORIGINAL))?);
+        notes.extend(idle(file, ORIGINAL, (Value::Null, why), overrides)?);
+        let tables = keys.table(ROPE_PARAMETERS)?.unwrap_or_else(|| keys.over(&NONE));
+        for key in ROPE.iter().filter(|key| **key != TRUNCATE) {
+            notes.extend(idle(&tables, key, (Value::Null, why), overrides)?);
+        }
     }
     Ok(notes)
 }
 
-/// A note on a key without effect, unless its value is the one in effect; an error if it `is_new`.
-fn idle(t: &Keys<'_>, key: &str, (effect, why): (Value, &str), is_new: bool) -> Result<Option<String>> {
+/// A note on a key without effect, unless its value is the one in effect; an error for a key of `overrides`.
+fn idle(
+    t: &Keys<'_>,
+    key: &str,
+    (effect, why): (Value, &str),
+    overrides: &Map<String, Value>,
+) -> Result<Option<String>> {
     let is_same = |v: &Value| *v == effect || (v.is_number() && v.as_f64() == effect.as_f64());
     let Some(v) = t.get(key).filter(|v| !is_same(v)) else { return Ok(None) };
     let text = format!("{} has no effect, as in transformers: {why}", short(v));
-    if is_new { Err(t.bad(key, text)) } else { Ok(Some(format!("{}: {text}", t.name(key)))) }
+    t.note(key, text, is_changed(&t.name(key), overrides)).map(Some)
 }
 
 /// Share of a head's channels that rotate, in the table or at the top level.
@@ -121,7 +157,8 @@ fn dim_of(keys: &Keys<'_>, layers: &[LayerAttention], slides: bool) -> Result<us
     let first = dims.next().unwrap_or(2);
     if dims.any(|dim| dim != first) || !first.is_multiple_of(2) {
         let why = "an even head_dim is wanted, the same in all layers of a type";
-        return Err(keys.bad("per_layer_config", why));
+        let by_layer = keys.get("per_layer_config").is_some();
+        return Err(keys.bad(if by_layer { "per_layer_config" } else { "global_head_dim" }, why));
     }
     Ok(first)
 }
@@ -150,7 +187,7 @@ fn check(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<()> {
         (false, true) => &[DEFAULT, "linear", "llama3", "proportional", "yarn"],
         (false, false) => &[DEFAULT, "linear", "llama3", LONG[0], "yarn"],
     };
-    let name = if LONG.contains(&kind) { LONG[0] } else { kind };
+    let name = if family.joint_qkv && kind == LONG[1] { LONG[0] } else { kind };
     if !built.contains(&name) {
         let why = format!("{kind}; {} is built with {}", family.model_type, built.join(", "));
         return Err(t.bad(kind_key(t), why));

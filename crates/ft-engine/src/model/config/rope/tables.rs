@@ -4,6 +4,8 @@ use crate::model::config::defaults::default_of;
 use crate::model::config::error::Result;
 use crate::model::config::family::{Family, LOCAL, PARTIAL};
 use crate::model::config::keys::Keys;
+use crate::model::config::types::Config;
+use ft_base::store::json::short;
 use serde_json::{Map, Value, json};
 use std::sync::LazyLock;
 
@@ -24,10 +26,10 @@ const UNSCALED: [&str; 6] =
     [BASE, PARTIAL, "mrope_section", "mrope_interleaved", LAYER_TYPES[0], LAYER_TYPES[1]];
 
 /// An absent table.
-static NONE: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+pub(super) static NONE: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// Puts the embeddings in effect into [`ROPE_PARAMETERS`], as transformers does: the default of the class if there are
-/// none; [`ROPE_SCALING`] in place of them, the base included, or of keys of the table of full layers.
+/// Completes [`ROPE_PARAMETERS`] as transformers does. Absent tables have the default of the class, if there is one.
+/// [`ROPE_SCALING`] replaces a table of all layers, with its base, or keys of that of full layers; Gemma 4 has none.
 pub(in crate::model::config) fn settle(raw: &mut Map<String, Value>, family: &Family) {
     if raw.get(ROPE_PARAMETERS).is_none_or(Value::is_null) {
         let plain =
@@ -37,25 +39,33 @@ pub(in crate::model::config) fn settle(raw: &mut Map<String, Value>, family: &Fa
         raw.extend(class.map(|tables| (ROPE_PARAMETERS.to_string(), tables)));
     }
     let scaling = raw.get(ROPE_SCALING).and_then(Value::as_object).cloned().unwrap_or_default();
-    let tables = raw.get_mut(ROPE_PARAMETERS).filter(|_| !scaling.is_empty() && !family.by_layer);
+    let is_scaled = !scaling.is_empty();
+    let tables = raw.get_mut(ROPE_PARAMETERS).filter(|_| !family.by_layer);
     match tables {
         Some(Value::Object(tables)) if family.two_ropes => {
             if let Some(Value::Object(full)) = tables.get_mut(LAYER_TYPES[0]) {
                 full.extend(scaling);
             }
+            // A scaling wants a table of full layers.
+            for layers in LAYER_TYPES.into_iter().skip(usize::from(is_scaled)) {
+                let table = tables.entry(layers).or_insert(Value::Null);
+                if table.is_null() {
+                    *table = json!({ KINDS[0]: DEFAULT });
+                }
+            }
         }
-        Some(Value::Object(table)) => *table = scaling,
+        Some(Value::Object(table)) if is_scaled => *table = scaling,
         _ => {}
     }
 }
 
 /// The table of each rotary embedding of settled keys: of all layers, or of full and of sliding ones.
 pub(super) fn in_effect<'a>(keys: &Keys<'a>, family: &Family) -> Result<Vec<Keys<'a>>> {
-    if family.by_layer && keys.get(ROPE_SCALING).is_some() {
+    let scaling = keys.table(ROPE_SCALING)?.filter(|t| !t.raw.is_empty());
+    if family.by_layer && scaling.is_some() {
         let why = format!("{} has rope_parameters: transformers does not read it", family.model_type);
         return Err(keys.bad(ROPE_SCALING, why));
     }
-    let scaling = keys.table(ROPE_SCALING)?.filter(|t| !t.raw.is_empty());
     let parameters = keys.table(ROPE_PARAMETERS)?.unwrap_or_else(|| keys.over(&NONE));
     if family.two_ropes {
         let of = |layers: &str| -> Result<Keys<'a>> {
@@ -71,10 +81,42 @@ pub(super) fn in_effect<'a>(keys: &Keys<'a>, family: &Family) -> Result<Vec<Keys
     }
 }
 
-/// Whether overrides change this key because it is a table of rotary embeddings.
-pub(in crate::model::config) fn is_changed(key: &str, overrides: &Map<String, Value>) -> bool {
-    let changes = [BASE, LOCAL, PARTIAL, ROPE_SCALING];
-    [ROPE_SCALING, ROPE_PARAMETERS].contains(&key) && changes.iter().any(|key| overrides.contains_key(*key))
+/// Whether the value at this path of a config comes from overrides.
+pub(in crate::model::config) fn is_changed(path: &str, overrides: &Map<String, Value>) -> bool {
+    let has = |key: &str| overrides.contains_key(key);
+    let mut parts = path.split('.').skip_while(|part| *part == Config::TEXT);
+    let top = parts.next().unwrap_or(path);
+    match (top, parts.last()) {
+        (ROPE_PARAMETERS, Some(_)) if has(top) => true,
+        (ROPE_SCALING | ROPE_PARAMETERS, Some(key)) if path.contains(LAYER_TYPES[1]) => {
+            key == BASE && has(LOCAL)
+        }
+        (ROPE_SCALING | ROPE_PARAMETERS, Some(key)) => {
+            let scaling = overrides.get(ROPE_SCALING);
+            scaling.is_some_and(|t| t.get(key).is_some()) || ([BASE, PARTIAL].contains(&key) && has(key))
+        }
+        _ => has(top),
+    }
+}
+
+/// Refuses overrides with an empty scaling, or with two values of a base or share.
+pub(in crate::model::config) fn refuse(overrides: &Keys<'_>) -> Result<()> {
+    let Some(table) = overrides.get(ROPE_SCALING).and_then(Value::as_object) else { return Ok(()) };
+    if table.is_empty() {
+        // transformers takes an empty table for an absent one.
+        let why = "{} changes nothing\n  hint: model.override's rope_scaling = { rope_type = \"default\" } \
+                   removes the scaling";
+        return Err(overrides.bad(ROPE_SCALING, why));
+    }
+    for key in [BASE, PARTIAL] {
+        if let (Some(top), Some(own)) = (overrides.get(key), table.get(key).filter(|own| !own.is_null()))
+            && top != own
+        {
+            let why = format!("{}; model.override's {ROPE_SCALING} has another: {}", short(top), short(own));
+            return Err(overrides.bad(key, why));
+        }
+    }
+    Ok(())
 }
 
 /// Replaces keys of a text model by overrides. Scaling and bases go into the tables in effect, and leave the rest of
@@ -86,9 +128,11 @@ pub(in crate::model::config) fn replace(
     family: &Family,
 ) {
     let mut top = overrides.clone();
+    let changes = [BASE, LOCAL, PARTIAL, ROPE_SCALING];
     if overrides.contains_key(ROPE_PARAMETERS) {
         raw.remove(ROPE_SCALING);
-    } else if is_changed(ROPE_SCALING, overrides) && overrides.get(ROPE_SCALING).is_none_or(Value::is_object)
+    } else if changes.iter().any(|key| overrides.contains_key(*key))
+        && overrides.get(ROPE_SCALING).is_none_or(Value::is_object)
     {
         change(raw, overrides, family);
         top.remove(ROPE_SCALING);

@@ -129,6 +129,14 @@ fn a_pattern_of_windows_is_read_for_gemma_3_alone() -> Result<()> {
             assert!(c.notes.iter().all(|n| n.starts_with(&format!("{key}: 3 "))), "{:?}", c.notes);
         }
     }
+    for (key, value) in
+        [("sliding_window_pattern", json!(3)), ("layer_types", json!(vec!["full_attention"; 32]))]
+    {
+        let raw = json!({"model_type": "mistral"}).as_object().cloned().unwrap_or_default();
+        let set = json!({ key: value }).as_object().cloned().unwrap_or_default();
+        let e = Config::overridden("config.json", raw, &set).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(e.contains(&format!(": {key}: ")) && e.contains("model.override's"), "{e}");
+    }
     let types = json!(["sliding_attention", "full_attention"]);
     let raw = |every: usize| {
         json!({"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": types,
@@ -141,11 +149,16 @@ fn a_pattern_of_windows_is_read_for_gemma_3_alone() -> Result<()> {
 /// An error says so where the file does not have the key.
 #[test]
 fn errors_name_defaults_of_the_class() {
-    let of_class = "the default of its class";
+    let of_class = "the file has no value for it: the value is the default of its class";
     for (raw, key, is_default) in [
         (
             json!({"model_type": "qwen2", "num_attention_heads": 16}),
             "num_key_value_heads: 32; 16 heads",
+            true,
+        ),
+        (
+            json!({"model_type": "qwen3_moe", "num_attention_heads": 6, "num_key_value_heads": null}),
+            "num_key_value_heads: 4; 6 heads",
             true,
         ),
         (

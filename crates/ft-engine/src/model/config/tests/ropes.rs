@@ -354,3 +354,117 @@ fn longrope_wants_a_length_above_1() -> Result<()> {
     }
     Ok(())
 }
+
+/// Each type of scaling reads keys of its own; the others are noted in files, and refused in overrides.
+#[test]
+fn keys_of_other_types_are_told() -> Result<()> {
+    let flat = json!({"rope_type": "yarn", "factor": 4.0});
+    for (family, key, table, path) in [
+        ("llama", "rope_scaling", json!({"original_max_position_embeddings": 64}), "original_max"),
+        ("llama", "rope_scaling", json!({"rope_type": "default", "beta_fast": 16}), "beta_fast"),
+        (
+            "llama",
+            "rope_scaling",
+            json!({"rope_type": "linear", "factor": 4.0, "attention_factor": 1.5}),
+            "attention_factor",
+        ),
+        (
+            "gemma3_text",
+            "rope_scaling",
+            json!({"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}),
+            "low_freq_factor",
+        ),
+        (
+            "qwen3",
+            "rope_scaling",
+            json!({"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "attention_factor": 1.5}),
+            "attention_factor",
+        ),
+        ("gemma3_text", "rope_parameters", json!({"factor": 4.0}), "factor"),
+    ] {
+        let (c, _) = overridden(json!({"model_type": family, key: table}), json!({}))?;
+        let told = c.notes.len() == 1 && c.notes[0].starts_with(&format!("{key}.{path}"));
+        assert!(told, "{family}: {table}: {:?}", c.notes);
+        let e = refused(json!({"model_type": family}), json!({ key: table }));
+        assert!(e.contains(&format!(".{path}")) && e.contains("has no effect"), "{family}: {table}: {e}");
+    }
+    let e = refused(json!({"model_type": "gemma3_text"}), json!({"rope_parameters": flat}));
+    assert!(e.contains("rope_parameters.factor: 4.0 has no effect"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn two_values_of_a_base_in_an_override_are_refused() -> Result<()> {
+    let set =
+        |top: f64| json!({"rope_theta": top, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}});
+    assert_eq!(overridden(json!({"model_type": "llama"}), set(5e5))?.0.ropes[0].theta, 5e5);
+    let e = refused(json!({"model_type": "llama"}), set(4e6));
+    assert!(e.contains("rope_theta: 4000000.0; model.override's rope_scaling has another: 500000.0"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn a_value_of_the_file_is_not_said_to_be_an_override() {
+    let linear = json!({"rope_type": "linear", "factor": -1});
+    for (key, set) in [
+        ("rope_scaling", json!({"rope_theta": 4e6})),
+        ("rope_parameters", json!({"rope_scaling": {"attention_factor": 1.0}})),
+    ] {
+        let e = refused(json!({"model_type": "llama", key: linear}), set);
+        assert!(e.contains(&format!("{key}.factor: -1; ")) && !e.contains("model.override"), "{e}");
+    }
+}
+
+/// As in transformers, which fails only where a scaling wants an absent table.
+#[test]
+fn absent_tables_of_layer_types_are_the_default() -> Result<()> {
+    for family in ["gemma3_text", "olmo3"] {
+        let whole = overridden(json!({"model_type": family}), json!({}))?.0.ropes;
+        for tables in [
+            json!({}),
+            json!({"full_attention": null}),
+            json!({"full_attention": {"rope_type": "default"}}),
+            json!({"sliding_attention": {"rope_type": "default"}}),
+        ] {
+            let (c, _) = overridden(json!({"model_type": family, "rope_parameters": tables}), json!({}))?;
+            assert_eq!(c.ropes, whole, "{family}: {tables}");
+        }
+        let mut raw = yarn();
+        (raw["model_type"], raw["rope_parameters"]) = (json!(family), json!({}));
+        let e = refused(raw, json!({}));
+        assert!(e.contains("full_attention: missing"), "{family}: {e}");
+    }
+    let e = refused(json!({"model_type": "gemma4_text", "rope_parameters": {}}), json!({}));
+    assert!(e.contains("full_attention: missing"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn su_is_a_name_of_longrope_for_phi_3_alone() -> Result<()> {
+    let factors = vec![1.0; 48];
+    let of = |family: &str| {
+        json!({"model_type": family, "head_dim": 96, "rope_scaling": {"type": "su",
+            "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 64}})
+    };
+    assert!(matches!(overridden(of("phi3"), json!({}))?.0.ropes[0].scaling, Scaling::Long { .. }));
+    let e = refused(of("llama"), json!({}));
+    assert!(e.contains(": rope_scaling.type: su; llama is built with"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn an_odd_head_size_of_full_layers_is_named() {
+    let e = refused(json!({"model_type": "gemma4_text", "global_head_dim": 15}), json!({}));
+    assert!(e.contains(": global_head_dim: "), "{e}");
+}
+
+/// An empty table is an absent one, as for other families.
+#[test]
+fn an_empty_scaling_in_a_file_is_ignored() -> Result<()> {
+    for family in ["gemma4_text", "gemma3_text", "llama"] {
+        let (c, _) = overridden(json!({"model_type": family, "rope_scaling": {}}), json!({}))?;
+        assert_eq!(c.ropes, overridden(json!({"model_type": family}), json!({}))?.0.ropes, "{family}");
+    }
+    Ok(())
+}
