@@ -8,7 +8,7 @@ use super::settings::Settings;
 use crate::read::files::holds_rows;
 use ft_base::store;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -52,21 +52,22 @@ pub fn fetch_dataset_with(
     let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
     let known: Option<Layout> =
         place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
-    // Another program may have downloaded a later commit since: it writes the revision's file in `refs`, as ft does not
-    // for datasets.
-    let is_later = |layout: &Layout| {
+    // Another program may have downloaded another commit, a later one if since: it writes the revision's file in `refs`,
+    // as ft does not for datasets.
+    let is_other =
+        |layout: &Layout| repository.cached_commit(settings).is_some_and(|commit| commit != layout.commit);
+    let is_later = || {
         let written = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
-        let by_other = written(&repository.reference(settings));
-        repository.cached_commit(settings).is_some_and(|commit| commit != layout.commit)
-            && by_other > place.as_deref().and_then(written)
+        written(&repository.reference(settings)) > place.as_deref().and_then(written)
     };
     let cached = || match &known {
         None => downloaded(settings, &repository, name),
         Some(layout) => match in_cache(settings, &repository, layout, name) {
-            of_layout @ (Ok(None) | Err(_)) if is_later(layout) => downloaded(settings, &repository, name)
-                .ok()
-                .flatten()
-                .map_or(of_layout, |found| Ok(Some(found))),
+            Ok(Some(found)) => Ok(Some(found)),
+            of_layout if is_other(layout) && (of_layout.is_ok() || is_later()) => {
+                let found = downloaded(settings, &repository, name).ok().flatten();
+                found.map_or(of_layout, |found| Ok(Some(found)))
+            }
             of_layout => of_layout,
         },
     };
@@ -178,21 +179,26 @@ fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
     }
 }
 
-/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there. A hash after the
-/// total, another one in each name, does not count.
+/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which some are not there. A hash after the total,
+/// another one in each name, does not count.
 fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
     /// Name, total and ending of a shard.
     type Parts<'a> = (&'a str, &'a str, &'a str);
-    fn parts(file: &str) -> Option<Parts<'_>> {
+    /// Also the number of the shard.
+    fn parts(file: &str) -> Option<(Parts<'_>, &str)> {
         let (left, right) = file.rsplit_once("-of-")?;
         let (total, rest) = right.split_at(right.bytes().take_while(u8::is_ascii_digit).count());
-        let ending = rest.find('.').map_or("", |at| &rest[at..]);
-        Some((left.rsplit_once('-')?.0, total, ending))
+        let (name, number) = left.rsplit_once('-')?;
+        Some(((name, total, rest.find('.').map_or("", |at| &rest[at..])), number))
     }
-    let mut counts: BTreeMap<Parts<'_>, usize> = BTreeMap::new();
-    files.iter().filter_map(|(f, _)| parts(f)).for_each(|of| *counts.entry(of).or_default() += 1);
-    let differs = |of: &Parts<'_>| of.1.parse().is_ok_and(|total: usize| counts.get(of) != Some(&total));
-    let (name, total, ending) = chosen.iter().filter_map(|f| parts(f)).find(differs)?;
+    let mut numbers: BTreeMap<Parts<'_>, BTreeSet<&str>> = BTreeMap::new();
+    for (of, number) in files.iter().filter_map(|(f, _)| parts(f)) {
+        numbers.entry(of).or_default().insert(number);
+    }
+    let lacks = |of: &Parts<'_>| {
+        of.1.parse().is_ok_and(|total: usize| numbers.get(of).is_none_or(|there| there.len() != total))
+    };
+    let (name, total, ending) = chosen.iter().filter_map(|f| Some(parts(f)?.0)).find(lacks)?;
     Some(format!("{name}-*-of-{total}{ending}"))
 }
 
@@ -354,8 +360,8 @@ fn of_shard(path: &str) -> Option<String> {
     let (left, total) = path.strip_prefix("data/")?.rsplit_once("-of-")?;
     let (split, number) = left.rsplit_once('-')?;
     let digits = |n: &str| n.bytes().take_while(u8::is_ascii_digit).count();
-    (digits(number) == number.len() && digits(number).min(digits(total)) > 0 && !split.contains('/'))
-        .then(|| split.to_string())
+    let is_shard = digits(number) == 5 && number.len() == 5 && digits(total) >= 5;
+    (is_shard && !split.contains('/')).then(|| split.to_string())
 }
 
 /// The split identified by a word in the path.
@@ -432,6 +438,8 @@ mod tests {
         assert_eq!(find(&hashed[1..]).as_deref(), Some("d/a-*-of-00002.parquet"));
         // the same shards in another kind of file
         assert_eq!(find(&["d/a-00000-of-00001.parquet", "d/a-00000-of-00001.jsonl"]), None);
+        // of two uploads
+        assert_eq!(find(&["d/a-00000-of-00001-a3.parquet", "d/a-00000-of-00001-4f.parquet"]), None);
     }
 
     #[test]
@@ -447,6 +455,8 @@ mod tests {
         assert_eq!(chosen(&shards, Value::Null, None, Some("train_sft")).map(|f| f.len()), Ok(2));
         let several = chosen(&shards, Value::Null, None, None).unwrap_err();
         assert!(several.contains("split = one of test_sft, train_sft"), "{several}");
+        let parts = ["data/part-1-of-2.jsonl", "data/part-2-of-2.jsonl"];
+        assert_eq!(chosen(&parts, Value::Null, None, Some("train")).map(|f| f.len()), Ok(2));
         let words =
             ["my_train.jsonl", "dev/rows.jsonl", "x-test.jsonl", ".hidden/train.jsonl", "../train.jsonl"];
         assert_eq!(chosen(&words, Value::Null, None, Some("validation")), Ok(vec!["dev/rows.jsonl".into()]));

@@ -117,6 +117,7 @@ pub(super) fn download_dataset(
     let wanted = choose(&layout)?;
     let dir = repository.snapshot(settings, &layout.commit);
     remote.fetch(&dir, &layout.commit, &wanted, &layout.files, progress)?;
+    unreachable().remove(&settings.endpoint);
     let files = wanted.iter().map(|f| dir.join(f)).collect();
     Ok((layout, files))
 }

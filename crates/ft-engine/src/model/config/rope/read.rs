@@ -108,8 +108,11 @@ pub(in crate::model::config) fn unread(
         let why = "it is read in the tables of the layer types";
         notes.extend(idle(file, ORIGINAL, (Value::Null, why), overrides)?);
         let tables = keys.table(ROPE_PARAMETERS)?.unwrap_or_else(|| keys.over(&NONE));
+        // Other overrides are put into the tables of the layer types.
+        let replaced = overrides.iter().filter(|(key, _)| *key == ROPE_PARAMETERS);
+        let replaced: Map<_, _> = replaced.map(|(key, value)| (key.clone(), value.clone())).collect();
         for key in ROPE.iter().filter(|key| **key != TRUNCATE) {
-            notes.extend(idle(&tables, key, (Value::Null, why), overrides)?);
+            notes.extend(idle(&tables, key, (Value::Null, why), &replaced)?);
         }
     }
     Ok(notes)

@@ -108,9 +108,10 @@ pub(in crate::model::config) fn refuse(overrides: &Keys<'_>) -> Result<()> {
                    removes the scaling";
         return Err(overrides.bad(ROPE_SCALING, why));
     }
+    let is_same = |a: &Value, b: &Value| a == b || (a.is_number() && a.as_f64() == b.as_f64());
     for key in [BASE, PARTIAL] {
         if let (Some(top), Some(own)) = (overrides.get(key), table.get(key).filter(|own| !own.is_null()))
-            && top != own
+            && !is_same(top, own)
         {
             let why = format!("{}; model.override's {ROPE_SCALING} has another: {}", short(top), short(own));
             return Err(overrides.bad(key, why));

@@ -391,6 +391,11 @@ fn keys_of_other_types_are_told() -> Result<()> {
     }
     let e = refused(json!({"model_type": "gemma3_text"}), json!({"rope_parameters": flat}));
     assert!(e.contains("rope_parameters.factor: 4.0 has no effect"), "{e}");
+    // A key of the file, beside an override that is put into the tables of the layer types.
+    let file = json!({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e6}});
+    let (c, _) = overridden(file, json!({"rope_theta": 2e6}))?;
+    assert_eq!(c.ropes[0].theta, 2e6);
+    assert!(c.notes[0].starts_with("rope_parameters.rope_theta: 1000000.0 has no effect"), "{:?}", c.notes);
     Ok(())
 }
 
@@ -399,6 +404,8 @@ fn two_values_of_a_base_in_an_override_are_refused() -> Result<()> {
     let set =
         |top: f64| json!({"rope_theta": top, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}});
     assert_eq!(overridden(json!({"model_type": "llama"}), set(5e5))?.0.ropes[0].theta, 5e5);
+    let whole = json!({"rope_theta": 500_000, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}});
+    overridden(json!({"model_type": "llama"}), whole)?;
     let e = refused(json!({"model_type": "llama"}), set(4e6));
     assert!(e.contains("rope_theta: 4000000.0; model.override's rope_scaling has another: 500000.0"), "{e}");
     Ok(())
