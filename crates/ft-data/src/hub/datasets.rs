@@ -52,8 +52,8 @@ pub fn fetch_dataset_with(
     let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
     let known: Option<Layout> =
         place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
-    // Another program may have downloaded another commit, a later one if since: it writes the revision's file in `refs`,
-    // as ft does not for datasets.
+    // Another program may have downloaded another commit, a later one if since: it writes the revision's file in
+    // `refs`, as ft does not for datasets.
     let is_other =
         |layout: &Layout| repository.cached_commit(settings).is_some_and(|commit| commit != layout.commit);
     let is_later = || {
@@ -179,8 +179,8 @@ fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
     }
 }
 
-/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which some are not there. A hash after the total,
-/// another one in each name, does not count.
+/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which some are not there. A hash after the
+/// total, another one in each name, does not count.
 fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
     /// Name, total and ending of a shard.
     type Parts<'a> = (&'a str, &'a str, &'a str);
