@@ -61,7 +61,7 @@ fn machine(report: &mut Report) {
     report.line("disk", &format!("{} free in this folder", size(free_bytes(Path::new(".")))));
 }
 
-/// Vector instructions of the processor, those that ft's kernels have code for.
+/// Vector instructions of the processor with code in ft's kernels.
 fn instructions() -> String {
     #[cfg(target_arch = "x86_64")]
     {

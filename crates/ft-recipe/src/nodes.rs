@@ -1,4 +1,4 @@
-//! Processes that `ft run` starts itself: `parallel.local`, or the variables that a pod has for its number.
+//! Processes started by `ft run` itself: `parallel.local`, or the environment variables with the number of a pod.
 
 use crate::keys::{Comm, Recipe};
 use crate::launch::{Environment, Launch};

@@ -1,5 +1,4 @@
-//! Answers to `log.samples` as an artifact of the run: a table that MLflow's pages show, and its clients read by
-//! `mlflow.load_table`.
+//! Answers to `log.samples` as an artifact of the run: a table for MLflow's pages and for `mlflow.load_table`.
 
 use super::client::{Client, Failure};
 use serde_json::{Value, json};

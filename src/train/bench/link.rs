@@ -22,7 +22,7 @@ const ELEMENTS: usize = 16 << 20;
 const ON_CPU: usize = 1 << 18;
 /// Gathers of one value each, timed together.
 const FEW: usize = 16;
-/// Delay of one rank before each of these on the CPU: the others sleep meanwhile, as ranks do that wait for arithmetic.
+/// Delay of one rank before each of these on the CPU: the other ranks sleep meanwhile, as in a wait for arithmetic.
 const LATE: Duration = Duration::from_millis(1);
 /// Timed calls of each kind; the fastest counts, since other programs may use the machine too.
 const CALLS: usize = 15;

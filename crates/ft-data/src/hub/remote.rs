@@ -19,7 +19,7 @@ use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 
-/// Time limit for a connection. That of the system is minutes, in networks that drop packets.
+/// Time limit for a connection. The system's limit is minutes in networks with packet loss.
 const CONNECT: Duration = Duration::from_secs(10);
 /// Retries of a request.
 const RETRIES: usize = 3;

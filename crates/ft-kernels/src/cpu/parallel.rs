@@ -117,7 +117,7 @@ pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
     } else {
         each(room.chunks_mut(CHUNK).enumerate(), chunk)
     }
-    // SAFETY: each chunk asserts that it initialized all of its values, and the chunks cover `len` values.
+    // SAFETY: the chunks cover `len` values, and every chunk asserts the initialization of all its values.
     unsafe { out.set_len(len) };
     out
 }

@@ -56,8 +56,8 @@ pub fn card(name: &str) -> Option<(&'static str, u64)> {
     Some((name, ((mib - CONTEXT) << 20) / 20 * 19))
 }
 
-/// A card by the name that its driver gives ("NVIDIA A100-SXM4-80GB"), if its rates are known. Laptops' cards and parts
-/// of a card are others.
+/// A card with known rates, by the driver's name for it ("NVIDIA A100-SXM4-80GB"). Cards of laptops and parts of a card
+/// are different cards.
 pub fn of_driver(name: &str) -> Option<&'static str> {
     let there = words(name);
     let has = |w: &str| there.iter().any(|t| t == w);

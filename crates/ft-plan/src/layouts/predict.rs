@@ -85,7 +85,7 @@ pub struct Step {
     pub limit: Limit,
     /// Mean share of the step in which a stage waits for others.
     pub bubble: f64,
-    /// Bytes that a rank of the stage with the most receives, from its machine and from others.
+    /// Received bytes of a rank, from its machine and from other machines, in the stage with the most.
     pub bytes: [f64; 2],
 }
 

@@ -24,7 +24,7 @@ struct InFlight<'a> {
     tokens: Option<Rows>,
     /// State between forward and backward.
     pass: Option<Pass<'a>>,
-    /// Hidden states from the stage below, then those for the stage above, with what layers take beside them.
+    /// Hidden states and other inputs of layers, from the stage below, then for the stage above.
     x: Option<Vec<Tensor>>,
     /// Gradients from above, then those for the stage below.
     dy: Option<Vec<Tensor>>,
@@ -222,7 +222,7 @@ impl<'b> StageStep<'_, 'b, '_> {
         Ok(())
     }
 
-    /// The gradient of hidden states, with those of what else came up.
+    /// Gradients of the hidden states and of the other tensors from the stage below.
     fn backward_with(&self, dy: Tensor, pass: &Pass<'_>) -> ft_base::Result<Vec<Tensor>> {
         let mut out = vec![dy];
         out.extend(self.stage.boundary(false).backward_tensors(pass.shared_state())?);

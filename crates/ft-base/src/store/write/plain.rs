@@ -71,7 +71,7 @@ mod tests {
             assert_eq!(std::fs::read_dir(dir.path())?.count(), 2);
             std::fs::remove_file(&path)?;
         }
-        // A file of that name is replaced, so that other names of it keep their contents.
+        // The new file replaces the old one: hard links to the old one keep their contents.
         std::fs::hard_link(&notes, &path)?;
         create(&path)?.write_all(b"log")?;
         assert_eq!(std::fs::read(&notes)?, b"mine");

@@ -140,7 +140,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A or B with the changes of the tensor: those of rows on B, those of columns on A.
+/// A or B with the changes of the tensor: of rows on B, of columns on A.
 fn changed(t: &Tensor, mapped: &MappedTensor, part: Part) -> candle_core::Result<Tensor> {
     let mut own = mapped.changes.iter().filter(|c| match c {
         Change::Columns(_) => part == Part::A,

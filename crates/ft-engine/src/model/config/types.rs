@@ -106,7 +106,7 @@ pub enum KeySource {
     Of(usize),
 }
 
-/// Vectors of each token for each layer (Gemma 4's per-layer embeddings).
+/// Vectors per token and layer (Gemma 4's per-layer embeddings).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerInputs {
     /// Values for a layer.
@@ -242,8 +242,8 @@ impl Config {
         if twice { 2 * self.intermediate } else { self.intermediate }
     }
 
-    /// Whether layer `l` has one head of keys and values, with a projection of its own: ranks that cut the matrices of
-    /// the layer all have it, each for its own queries.
+    /// Whether layer `l` has a single head of keys and values, from its own projection. All tensor-parallel ranks have
+    /// this head, for different queries.
     pub fn shares_keys(&self, l: usize) -> bool {
         let a = &self.attention[l];
         a.kv_heads == 1 && a.keys != KeySource::WithQueries && self.family.qk_norm != QkNorms::Whole

@@ -70,8 +70,8 @@ impl Kind {
     }
 }
 
-/// Name of a model in its file, which llama.cpp reads texts by, and its tokenizer keys. Without a tokenizer, warns and
-/// writes a file without a vocabulary.
+/// Name of the model for the file, and the tokenizer keys, by which llama.cpp reads texts. Without a tokenizer, warns
+/// and leaves the vocabulary out.
 ///
 /// # Errors
 /// A tokenizer not supported by llama.cpp, or an unrecognized pre-tokenizer.

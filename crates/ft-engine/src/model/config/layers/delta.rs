@@ -12,7 +12,7 @@ use ft_kernels::delta::Heads;
 const TAPS: usize = 64;
 
 impl Keys<'_> {
-    /// Linear attention of a family that has it, and its layers: by `layer_types`, or all but every
+    /// Linear attention, for families with it, and its layers: by `layer_types`, or all but every
     /// `full_attention_interval`-th.
     pub(in crate::model::config) fn delta(&self, family: &Family, layers: usize) -> Result<Option<Delta>> {
         let Some(projections) = family.delta else { return Ok(None) };
