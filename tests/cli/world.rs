@@ -74,6 +74,14 @@ impl World {
         self.write(&format!("{name}/config.json"), raw.to_string());
     }
 
+    /// Adds the tokenizer of `tests/fixtures/tiny-tokenizer` to a model's folder.
+    pub fn tokenizer(&self, name: &str) {
+        for file in ["generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+            let path = repository().join("tests/fixtures/tiny-tokenizer").join(file);
+            self.write(&format!("{name}/{file}"), std::fs::read(path).expect("a tokenizer"));
+        }
+    }
+
     /// Runs a command in this folder. A first start on a card measures nothing: each test would.
     pub fn command(&self, args: &[&str]) -> std::process::Command {
         let mut c = std::process::Command::new(FT);

@@ -11,6 +11,11 @@ fn tiny(rules: &str) -> World {
     w
 }
 
+/// Arguments of `ft init` for LoRA in the free memory.
+fn init<'a>(name: &'a str, model: &'a str, data: &'a str) -> [&'a str; 10] {
+    ["init", name, "--model", model, "--data", data, "--method", "lora", "--memory", "free"]
+}
+
 #[test]
 fn shipped_recipes_go_by_their_names() {
     let w = World::new();
@@ -46,18 +51,7 @@ fn ft_init_asks_and_writes_a_recipe() {
     w.ok(&["run", "mine.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
     // Common column names of prompts and answers are written into the recipe.
     w.write("asked.csv", "id,question,answer\n1,What?,That.\n2,Who?,They.\n");
-    w.ok(&[
-        "init",
-        "asked",
-        "--model",
-        &model,
-        "--data",
-        "asked.csv",
-        "--method",
-        "lora",
-        "--memory",
-        "free",
-    ]);
+    w.ok(&init("asked", &model, "asked.csv"));
     let asked = String::from_utf8(w.read("asked.toml")).expect("text");
     let keys = "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }, form = \"chat\"";
     assert!(asked.contains(keys), "{asked}");
@@ -80,17 +74,14 @@ fn ft_init_asks_and_writes_a_recipe() {
         (model.as_str(), "strange.jsonl", 2, "strange.jsonl"),
         ("strange", "rows.csv", 4, "strange"),
     ] {
-        let r = w
-            .ft(&["init", "other", "--model", model, "--data", data, "--method", "lora", "--memory", "free"]);
+        let r = w.ft(&init("other", model, data));
         assert_eq!(r.code, code, "{data}: {}", r.err);
         assert!(r.err.contains(said), "{data}: {}", r.err);
     }
     // Few samples are not packed into fewer rows.
     let rows: String = (0..300).map(|i| format!("{i}?,Yes {i}.\n")).collect();
     w.write("some.csv", format!("question,answer\n{rows}"));
-    let r = w.ok(&[
-        "init", "some", "--model", &model, "--data", "some.csv", "--method", "lora", "--memory", "free",
-    ]);
+    let r = w.ok(&init("some", &model, "some.csv"));
     assert!(r.err.contains("some.csv: 37 steps of 8 rows, not packed"), "{}", r.err);
     let steps = w.ok(&["check", "some.toml"]).out;
     assert!(steps.contains("37 of 8 rows"), "{steps}");
@@ -102,18 +93,7 @@ fn ft_init_asks_and_writes_a_recipe() {
     for (task, row) in [("dpo", pair), ("kto", rated), ("distill", taught)] {
         w.write("rows.jsonl", row.repeat(40));
         let name = format!("for-{task}");
-        w.ok(&[
-            "init",
-            &name,
-            "--model",
-            &model,
-            "--data",
-            "rows.jsonl",
-            "--method",
-            "lora",
-            "--memory",
-            "free",
-        ]);
+        w.ok(&init(&name, &model, "rows.jsonl"));
         let text = String::from_utf8(w.read(&format!("{name}.toml"))).expect("text");
         assert!(text.starts_with(&format!("task = \"{task}\"")), "{text}");
         w.ok(&["check", &format!("{name}.toml")]);
@@ -232,18 +212,7 @@ fn suggested_commands_are_quoted_for_a_shell() {
         "{}",
         r.err
     );
-    let r = w.ok(&[
-        "init",
-        "my own",
-        "--model",
-        "tiny",
-        "--data",
-        "rows.jsonl",
-        "--method",
-        "lora",
-        "--memory",
-        "free",
-    ]);
+    let r = w.ok(&init("my own", "tiny", "rows.jsonl"));
     assert!(r.err.contains("ft run 'my own.toml'"), "{}", r.err);
 }
 

@@ -22,10 +22,7 @@ const FAMILIES: [&str; 13] = [
 
 /// A model of a fixture's config with the tiny tokenizer and random weights, trained for a step in full.
 fn model(w: &World, family: &str) {
-    for file in ["generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
-        let path = repository().join("tests/fixtures/tiny-tokenizer").join(file);
-        w.write(&format!("tiny/{file}"), std::fs::read(path).expect("read"));
-    }
+    w.tokenizer("tiny");
     let path = repository().join("tests/fixtures/families").join(family).join("model/config.json");
     let mut raw: Map<String, Value> =
         serde_json::from_slice(&std::fs::read(path).expect("read")).expect("JSON");

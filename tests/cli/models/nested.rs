@@ -107,10 +107,7 @@ fn adapters_of_a_release_have_the_names_of_transformers_5() {
 #[test]
 fn states_are_kept_in_generation() {
     let w = World::new();
-    for file in ["generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
-        let path = repository().join("tests/fixtures/tiny-tokenizer").join(file);
-        w.write(&format!("tiny/{file}"), std::fs::read(path).expect("read"));
-    }
+    w.tokenizer("tiny");
     w.config(
         "tiny",
         json!({

@@ -1,7 +1,7 @@
 //! Task "distill", and `ft logits`: PyTorch's losses in any split of a step, rows of a teacher, refusals.
 
 use super::preference::{compare, fixture};
-use crate::world::{LORA, World, apart, reference, repository, rows_of};
+use crate::world::{LORA, World, apart, reference, rows_of};
 use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
 use serde_json::{Value, json};
@@ -193,21 +193,12 @@ fn logits_of_a_teacher_are_those_of_transformers() {
     assert!(r.code == 2 && r.err.contains("--top-k 0: 1 to 512"), "{}", r.err);
 }
 
-/// Copies a folder of a fixture.
-fn copy(w: &World, from: &Path, to: &str) {
-    for entry in std::fs::read_dir(from).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        w.write(&format!("{to}/{name}"), std::fs::read(&path).expect("read"));
-    }
-}
-
 /// Rows belong to a tokenizer and a chat template.
 #[test]
 fn rows_of_another_tokenizer_or_template_are_refused() {
     let w = World::new();
     for name in ["m", "other", "templated"] {
-        copy(&w, &repository().join("tests/fixtures/tiny-tokenizer"), name);
+        w.tokenizer(name);
         w.config(name, json!({"vocab_size": 285}));
     }
     let mut tokenizer: Value = serde_json::from_slice(&w.read("other/tokenizer.json")).expect("json");

@@ -297,12 +297,7 @@ fn unsupported_uses_of_a_score_head_are_refused_by_name() {
 #[test]
 fn labeled_rows_are_read_and_told() {
     let w = World::new();
-    let tokenizer = repository().join("tests/fixtures/tiny-tokenizer");
-    for entry in std::fs::read_dir(&tokenizer).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        w.write(&format!("m/{name}"), std::fs::read(&path).expect("read"));
-    }
+    w.tokenizer("m");
     w.config("m", json!({"vocab_size": 285}));
     let rows = [
         json!({"text": "Two?", "label": "no"}),

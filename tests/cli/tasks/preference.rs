@@ -154,12 +154,7 @@ fn full_training_has_a_frozen_reference_and_held_out_pairs() {
 #[test]
 fn rows_of_other_tools_are_read() {
     let w = World::new();
-    let tokenizer = repository().join("tests/fixtures/tiny-tokenizer");
-    for entry in std::fs::read_dir(&tokenizer).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        w.write(&format!("m/{name}"), std::fs::read(&path).expect("read"));
-    }
+    w.tokenizer("m");
     w.config("m", json!({"vocab_size": 285}));
     let said = |role: &str, text: &str| json!({"role": role, "content": text});
     let (q, good, bad) = (said("user", "Two?"), said("assistant", "Yes, two."), said("assistant", "No."));

@@ -1,7 +1,7 @@
 //! Trained token rows, alone or in combination with LoRA.
 
 use crate::split::{apart, ends, evals, on_files};
-use crate::world::{Dice, World, recipe, repository};
+use crate::world::{Dice, World, recipe};
 use ft::files::TensorFiles;
 use serde_json::{Value, json};
 
@@ -131,10 +131,7 @@ fn the_padding_token_among_trained_rows_is_one_warning() {
 fn tokens_are_named_by_text_or_number() {
     let w = World::new();
     w.config("tiny", json!({ "vocab_size": 320 }));
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        let from = repository().join("tests/fixtures/tiny-tokenizer").join(file);
-        w.write(&format!("tiny/{file}"), std::fs::read(from).expect("a tokenizer"));
-    }
+    w.tokenizer("tiny");
     let mut dice = Dice(3);
     let rows: String = (0..40)
         .map(|_| {
@@ -181,10 +178,7 @@ fn tokens_are_named_by_text_or_number() {
 fn unknown_token_texts_extend_the_tokenizer() {
     let w = World::new();
     w.config("start", json!({ "vocab_size": 287, "tie_word_embeddings": true }));
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        let from = repository().join("tests/fixtures/tiny-tokenizer").join(file);
-        w.write(&format!("start/{file}"), std::fs::read(from).expect("a tokenizer"));
-    }
+    w.tokenizer("start");
     let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
     let text =
         recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");

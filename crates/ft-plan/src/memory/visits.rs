@@ -264,11 +264,7 @@ impl StepInputs<'_> {
 
     /// The context of a pass at a layer of a micro-batch.
     fn at_layer<'b>(&self, layer: &Layer, t: Tokens, batch: &Batch<'b>) -> Context<'b> {
-        let attended = batch
-            .context
-            .sequence_parallel
-            .as_ref()
-            .map_or(t.tokens as usize, |sequence_parallel| sequence_parallel.tokens());
+        let attended = batch.context.sequence_parallel.as_ref().map_or(t.tokens as usize, |s| s.tokens());
         batch.context.for_pass(&self.shared_state(Some(layer), t, attended), None)
     }
 

@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use axum::http::StatusCode;
+use ft_base::store::json::equal;
 use serde_json::{Map, Value};
 
 /// The parameters not taken yet.
@@ -42,9 +43,7 @@ impl Parameters {
     /// Accepts parameters only with a neutral value.
     pub fn reject_unless_neutral(&mut self, parameters: &[(&str, Value)]) -> Result<(), ApiError> {
         for (key, neutral) in parameters {
-            // 0 and 0.0 are equal numbers, but not equal values
-            let equal = |v: &Value| v == neutral || (v.is_number() && v.as_f64() == neutral.as_f64());
-            if let Some(v) = self.take(key).filter(|v| !equal(v)) {
+            if let Some(v) = self.take(key).filter(|v| !equal(v, neutral)) {
                 return Err(ApiError::param(key, format!("{key}: {v} is not built; only {neutral} is")));
             }
         }

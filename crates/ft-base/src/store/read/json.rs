@@ -47,6 +47,11 @@ pub fn short(v: &Value) -> String {
     }
 }
 
+/// Whether two values are equal; `0` and `0.0` are.
+pub fn equal(a: &Value, b: &Value) -> bool {
+    a == b || (a.is_number() && a.as_f64() == b.as_f64())
+}
+
 /// A value without duplicate keys.
 struct Strict(Value);
 

@@ -67,6 +67,12 @@ impl<'a> Keys<'a> {
         Error::Key { file: self.file.into(), key: self.name(key), why: why.into() }
     }
 
+    /// A note on a key whose value has no effect; an error if it `is_new`.
+    pub(super) fn without_effect(&self, key: &str, why: &str, is_new: bool) -> Result<String> {
+        let value = self.get(key).map(short).unwrap_or_default();
+        self.note(key, format!("{value} has no effect, as in transformers: {why}"), is_new)
+    }
+
     /// A note on a key without effect; an error if it `is_new`.
     pub(super) fn note(&self, key: &str, text: String, is_new: bool) -> Result<String> {
         if is_new { Err(self.bad(key, text)) } else { Ok(format!("{}: {text}", self.name(key))) }

@@ -121,10 +121,7 @@ impl<'a> Context<'a> {
 
     /// The same context for a pass with this state between its layers, among ranks that split the experts.
     pub fn for_pass(&self, shared_state: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
-        let sequence_parallel = self
-            .sequence_parallel
-            .as_ref()
-            .map(|sequence_parallel| Arc::new(sequence_parallel.for_pass(shared_state)));
+        let sequence_parallel = self.sequence_parallel.as_ref().map(|s| Arc::new(s.for_pass(shared_state)));
         Self {
             experts: experts.map(ExpertGroup),
             shared_state: Arc::clone(shared_state),
@@ -135,14 +132,12 @@ impl<'a> Context<'a> {
 
     /// Context of all tokens, for blocks with cut matrices.
     pub fn whole(&self) -> &Self {
-        self.sequence_parallel.as_ref().map_or(self, |sequence_parallel| sequence_parallel.whole())
+        self.sequence_parallel.as_ref().map_or(self, |s| s.whole())
     }
 
     /// Whether the rank has no tokens, but one row that no other rank sees.
     pub fn has_placeholder_row(&self) -> bool {
-        self.sequence_parallel
-            .as_ref()
-            .is_some_and(|sequence_parallel| sequence_parallel.has_placeholder_row())
+        self.sequence_parallel.as_ref().is_some_and(|s| s.has_placeholder_row())
     }
 
     /// Spare columns of a tensor that a block takes: none if it is gathered first.
@@ -331,11 +326,7 @@ impl<'a> Batch<'a> {
     pub fn rows(&self) -> Rows {
         Rows {
             own: self.tokens,
-            attended: self
-                .context
-                .sequence_parallel
-                .as_ref()
-                .map_or(self.tokens, |sequence_parallel| sequence_parallel.tokens()),
+            attended: self.context.sequence_parallel.as_ref().map_or(self.tokens, |s| s.tokens()),
         }
     }
 

@@ -132,8 +132,7 @@ impl Keys<'_> {
             let Ok(Some(every)) = self.some(key, LAYERS) else { continue };
             if differs(&pattern(every, layers)) {
                 let why = format!("{TYPES} or the class of {name} says which layers have windows");
-                let text = format!("{every} has no effect, as in transformers: {why}");
-                notes.push(self.note(key, text, overrides.contains_key(key))?);
+                notes.push(self.without_effect(key, &why, overrides.contains_key(key))?);
             }
         }
         Ok(notes)

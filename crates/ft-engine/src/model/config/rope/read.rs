@@ -8,7 +8,7 @@ use crate::model::config::keys::Keys;
 use crate::model::config::limits::POSITIONS;
 use crate::model::config::rules::ROPE;
 use crate::model::config::types::LayerAttention;
-use ft_base::store::json::short;
+use ft_base::store::json::equal;
 use serde_json::{Map, Value, json};
 use std::ops::RangeInclusive;
 
@@ -27,7 +27,7 @@ const TRUNCATE: &str = "truncate";
 /// Names of LongRoPE; the second is Phi-3's alone.
 const LONG: [&str; 2] = ["longrope", "su"];
 
-/// Keys of a table that have no part in its scaling.
+/// Keys of a table without effect on the scaling.
 const BESIDE: [&str; 5] = [BASE, KINDS[0], KINDS[1], "mrope_interleaved", "mrope_section"];
 
 /// Keys that a type of scaling reads.
@@ -109,10 +109,10 @@ pub(in crate::model::config) fn unread(
         notes.extend(idle(file, ORIGINAL, (Value::Null, why), overrides)?);
         let tables = keys.table(ROPE_PARAMETERS)?.unwrap_or_else(|| keys.over(&NONE));
         // Other overrides are put into the tables of the layer types.
-        let replaced = overrides.iter().filter(|(key, _)| *key == ROPE_PARAMETERS);
-        let replaced: Map<_, _> = replaced.map(|(key, value)| (key.clone(), value.clone())).collect();
-        for key in ROPE.iter().filter(|key| **key != TRUNCATE) {
-            notes.extend(idle(&tables, key, (Value::Null, why), &replaced)?);
+        let is_new = overrides.contains_key(ROPE_PARAMETERS);
+        let flat = ROPE.iter().filter(|key| **key != TRUNCATE && tables.get(key).is_some());
+        for key in flat {
+            notes.push(tables.without_effect(key, why, is_new)?);
         }
     }
     Ok(notes)
@@ -125,10 +125,8 @@ fn idle(
     (effect, why): (Value, &str),
     overrides: &Map<String, Value>,
 ) -> Result<Option<String>> {
-    let is_same = |v: &Value| *v == effect || (v.is_number() && v.as_f64() == effect.as_f64());
-    let Some(v) = t.get(key).filter(|v| !is_same(v)) else { return Ok(None) };
-    let text = format!("{} has no effect, as in transformers: {why}", short(v));
-    t.note(key, text, is_changed(&t.name(key), overrides)).map(Some)
+    let differs = t.get(key).is_some_and(|v| !equal(v, &effect));
+    differs.then(|| t.without_effect(key, why, is_changed(&t.name(key), overrides))).transpose()
 }
 
 /// Share of a head's channels that rotate, in the table or at the top level.

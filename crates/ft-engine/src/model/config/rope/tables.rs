@@ -5,7 +5,7 @@ use crate::model::config::error::Result;
 use crate::model::config::family::{Family, LOCAL, PARTIAL};
 use crate::model::config::keys::Keys;
 use crate::model::config::types::Config;
-use ft_base::store::json::short;
+use ft_base::store::json::{equal, short};
 use serde_json::{Map, Value, json};
 use std::sync::LazyLock;
 
@@ -108,10 +108,9 @@ pub(in crate::model::config) fn refuse(overrides: &Keys<'_>) -> Result<()> {
                    removes the scaling";
         return Err(overrides.bad(ROPE_SCALING, why));
     }
-    let is_same = |a: &Value, b: &Value| a == b || (a.is_number() && a.as_f64() == b.as_f64());
     for key in [BASE, PARTIAL] {
         if let (Some(top), Some(own)) = (overrides.get(key), table.get(key).filter(|own| !own.is_null()))
-            && !is_same(top, own)
+            && !equal(top, own)
         {
             let why = format!("{}; model.override's {ROPE_SCALING} has another: {}", short(top), short(own));
             return Err(overrides.bad(key, why));
