@@ -64,9 +64,11 @@ pub mod train;
 #[doc(hidden)]
 pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
-pub use ft_data::{self as data, hub};
+pub use ft_data as data;
 #[doc(hidden)]
 pub use ft_engine::{adapters, export, files, load, model, optim, params, quant, ranks, walk};
+#[doc(hidden)]
+pub use ft_hub as hub;
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]

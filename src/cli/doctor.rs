@@ -5,7 +5,7 @@ use super::version;
 use candle_core::Device;
 use ft_base::memory::available_bytes;
 use ft_base::store::{cache_folder, folder_bytes, free_bytes, human_bytes};
-use ft_data::hub::Settings;
+use ft_hub::Settings;
 use ft_kernels::cuda;
 use std::path::{Path, PathBuf};
 

@@ -2,17 +2,17 @@
 
 use super::usage;
 use ft_base::terminal::{tell, warn};
-use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapters::{self, Adapter};
 use ft_engine::model::Config;
+use ft_hub::{ModelDir, Want};
 use ft_recipe::Quantize;
 
 /// Finds a model, downloads missing files, and prints the notes on it.
 ///
 /// # Errors
-/// As [`hub::fetch_model`].
-pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir, hub::Error> {
-    let model = hub::fetch_model(source, revision, want, true)?;
+/// As [`ft_hub::fetch_model`].
+pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir, ft_hub::Error> {
+    let model = ft_hub::fetch_model(source, revision, want, true)?;
     model.notes.iter().for_each(|n| warn(n));
     Ok(model)
 }
@@ -22,7 +22,7 @@ pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir,
 /// # Errors
 /// A missing or unusable adapter.
 pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
-    Adapter::open(&hub::fetch_adapter(source, "main", true)?)
+    Adapter::open(&ft_hub::fetch_adapter(source, "main", true)?)
 }
 
 /// The base named on the command line, or the one named in the adapter's config.
@@ -40,7 +40,7 @@ pub fn base_of(adapter: &Adapter, named: Option<&str>, want: Want) -> ft_base::R
     };
     let model = fetch_model(source, revision.unwrap_or("main"), want);
     model.map_err(|e| match (named, e) {
-        (None, e @ hub::Error::Missing { .. }) => fail(format!(
+        (None, e @ ft_hub::Error::Missing { .. }) => fail(format!(
             "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
         ))
         .into(),

@@ -5,12 +5,12 @@ use super::{Prompter, Source, usage};
 use crate::train::job;
 use candle_core::Device;
 use ft_base::terminal::tell;
-use ft_data::hub::{self, ModelDir, Want};
 use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::params::build::Build;
+use ft_hub::{ModelDir, Want};
 use ft_kernels::cuda;
 use ft_plan::{InferenceMemory, InferenceModel};
 use ft_recipe::{Dtype, Quantize};
@@ -170,8 +170,8 @@ impl ModelFiles {
 }
 
 /// The error of a model without `tokenizer.json`.
-pub(super) fn no_tokenizer(model: &ModelDir) -> hub::Error {
-    hub::Error::NoLocalFile { dir: model.dir.clone(), file: "tokenizer.json", hint: "" }
+pub(super) fn no_tokenizer(model: &ModelDir) -> ft_hub::Error {
+    ft_hub::Error::NoLocalFile { dir: model.dir.clone(), file: "tokenizer.json", hint: "" }
 }
 
 /// Checks the model against the memory of all devices before loading. Returns the most tokens of a document, and prints

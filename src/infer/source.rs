@@ -5,8 +5,8 @@ use super::usage;
 use crate::train::{Job, layout::CHECKPOINTS, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::tell;
-use ft_data::hub::Want;
 use ft_engine::adapters;
+use ft_hub::Want;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 

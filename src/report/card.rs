@@ -6,7 +6,7 @@ use ft_base::store;
 use ft_base::terminal::escape;
 use ft_data::Drops;
 use ft_data::holds_rows;
-use ft_data::hub::{self, Settings, Want};
+use ft_hub::{Settings, Want};
 use ft_recipe::{Data, Init, Recipe, Reference};
 use minijinja::context;
 use minijinja::value::Serde;
@@ -228,7 +228,7 @@ fn longest_run(text: &str, c: char) -> usize {
 /// License named in the model card of the base: a folder, or a repository in the hub cache.
 fn license(base: &str) -> Option<String> {
     let settings = Settings { offline: true, ..Settings::from_env() };
-    let cached = || Some(hub::fetch_model_with(&settings, base, "main", Want::Config, false).ok()?.dir);
+    let cached = || Some(ft_hub::fetch_model_with(&settings, base, "main", Want::Config, false).ok()?.dir);
     let folder = Some(PathBuf::from(base)).filter(|dir| dir.is_dir()).or_else(cached)?;
     let card = text_of(&folder, CARD)?;
     let head = card.strip_prefix("---\n")?.split("\n---").next()?;

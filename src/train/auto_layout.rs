@@ -3,8 +3,8 @@
 use super::job::{device, model};
 use crate::train::Error;
 use ft_base::terminal::tell;
-use ft_data::hub::{Settings, Want};
 use ft_engine::ranks::{CollectiveId, Comm};
+use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
 use ft_plan::links::Network;
 use ft_plan::{Devices, Target};

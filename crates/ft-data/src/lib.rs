@@ -9,7 +9,6 @@
 //! tokenize     text -> token ids and labels
 //! token_cache  encoded samples: token and index files, kept between commands
 //! rows         samples -> rows -> batches -> model input
-//! hub          models and datasets of the Hugging Face hub
 //! ```
 //!
 //! An unusable row is never skipped silently: either the run stops with file, line and column, or the row
@@ -23,7 +22,6 @@
 #![forbid(unsafe_code)]
 
 mod error;
-pub mod hub;
 mod read;
 mod rows;
 mod shape;

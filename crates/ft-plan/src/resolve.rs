@@ -7,7 +7,6 @@ use crate::inference::Server;
 use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
-use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained};
 use ft_engine::model::Config;
 use ft_engine::model::modules::Module;
@@ -16,6 +15,7 @@ use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
 use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
 use ft_engine::ranks::Mesh;
+use ft_hub::Settings;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Products, Quantize, Recipe, Weights};
@@ -360,7 +360,7 @@ pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
 /// The adapter cannot be found.
 pub fn adapter_dir(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<PathBuf>> {
     let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
-    Ok(Some(hub::fetch_adapter_with(settings, &source_path(recipe, written), "main", progress)?))
+    Ok(Some(ft_hub::fetch_adapter_with(settings, &source_path(recipe, written), "main", progress)?))
 }
 
 /// Selects the trained modules by the rules of the recipe, or, without rules, as in its adapter.

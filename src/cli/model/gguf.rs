@@ -7,11 +7,11 @@ use crate::train::job;
 use candle_core::{DType, Device};
 use ft_base::store::{self, AtomicFolder};
 use ft_base::terminal::{bytes_bar, tell};
-use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapters::Adapter;
 use ft_engine::export::gguf;
 use ft_engine::load::Base;
 use ft_engine::model::Config;
+use ft_hub::{ModelDir, Want};
 use ft_recipe::Dtype;
 use serde_json::Map;
 use std::path::Path;
@@ -103,7 +103,7 @@ fn find_adapter(source: &str) -> ft_base::Result<Option<Adapter>> {
     if !is_adapter && dir.is_dir() {
         return Ok(None);
     }
-    match hub::fetch_adapter(source, "main", true) {
+    match ft_hub::fetch_adapter(source, "main", true) {
         Ok(dir) => Ok(Some(Adapter::open(&dir)?)),
         Err(e) if is_adapter => Err(e.into()),
         Err(_) => Ok(None),

@@ -2,13 +2,13 @@
 
 use crate::infer::base::fetch_model;
 use crate::train::job;
-use ft_data::hub::{ModelDir, Want};
 use ft_engine::adapters;
 use ft_engine::files::TensorFiles;
 use ft_engine::load::layout;
 use ft_engine::model::Config;
 use ft_engine::model::modules::modules;
 use ft_engine::quant;
+use ft_hub::{ModelDir, Want};
 use serde_json::Map;
 use std::path::Path;
 

@@ -6,7 +6,7 @@ use crate::report::{CARD, card, is_hub_id, is_untouched, text_of};
 use crate::train::output::{is_of_adapter, is_of_model};
 use ft_base::store;
 use ft_base::terminal::{tell, warn};
-use ft_data::hub::{self, Push, Settings};
+use ft_hub::{Push, Settings};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +36,7 @@ pub struct Args {
 /// # Errors
 /// A folder without a result; a request refused by the hub.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    hub::check_name(&args.repository, &args.revision).map_err(|e| usage(e.to_string()))?;
+    ft_hub::check_name(&args.repository, &args.revision).map_err(|e| usage(e.to_string()))?;
     let source = Source::find(&args.dir)?;
     let dir = result(&source)?;
     let run = source.run.as_deref();
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         files,
         texts,
     };
-    let address = hub::push_with(&Settings::from_env(), &push)?;
+    let address = ft_hub::push_with(&Settings::from_env(), &push)?;
     print(&format!("{address}\n"))
 }
 

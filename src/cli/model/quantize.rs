@@ -3,8 +3,8 @@
 use super::original::SOURCE_KEY;
 use crate::cli::console::print;
 use ft_base::terminal::tell;
-use ft_data::hub::{self, Want};
 use ft_engine::model::Config;
+use ft_hub::Want;
 use std::path::PathBuf;
 
 /// Arguments of `ft quantize`.
@@ -25,7 +25,7 @@ pub struct Args {
 
 /// Writes the checkpoint and prints the folder.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    let model = hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
+    let model = ft_hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
     let mut config = Config::load(&model.dir, &serde_json::Map::new())?;
     // for `ft merge`, to find the original weights of an adapter's base
     let source = match model.revision {

@@ -7,11 +7,11 @@ use crate::infer::usage;
 use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::terminal::warn;
-use ft_data::hub::{self, Settings, Want};
 use ft_data::{Dataset, Tokenizer};
 use ft_engine::adapters::{Adapter, initial};
 use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
+use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
 use ft_plan::{resolve, source};
 use ft_recipe::{Device, Part, Quantize, Recipe, Source, Weights};
@@ -238,7 +238,7 @@ impl Check<'_> {
         }
         let cached = Settings { offline: true, ..settings.clone() };
         let model = match job::model(&cached, recipe, Want::Weights, false) {
-            Err(e) if matches!(e.of(), Some(hub::Error::NotCached { .. })) => {
+            Err(e) if matches!(e.of(), Some(ft_hub::Error::NotCached { .. })) => {
                 self.unchecked.push("the weights, which are not downloaded yet".into());
                 return;
             }
@@ -259,6 +259,6 @@ impl Check<'_> {
 
 /// Whether an error means that the hub cannot be asked.
 fn is_out_of_reach(e: &Error) -> bool {
-    use hub::Error::{NotCached, Unreachable, WithoutHub};
+    use ft_hub::Error::{NotCached, Unreachable, WithoutHub};
     matches!(e.of(), Some(Unreachable { .. } | NotCached { .. } | WithoutHub { .. }))
 }

@@ -6,9 +6,9 @@ use crate::infer::usage;
 use ft_base::error::Error;
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, wrap};
-use ft_data::hub::{self, Settings};
 use ft_engine::model::Config;
 use ft_engine::model::modules::groups;
+use ft_hub::Settings;
 use ft_plan::source;
 use ft_recipe::{Around, Fate, Imported, Line, Recipe, import};
 use std::path::{Path, PathBuf};
@@ -148,8 +148,8 @@ fn problems(out: &Path) -> Vec<Error> {
 /// Whether an error says that a file, a folder or a model is not at hand.
 fn is_missing(e: &Error) -> bool {
     use ft_data::Error::{Missing, NoDataset};
-    let hub = |e: &hub::Error| {
-        use hub::Error::{Missing, NotCached, NotFound, Unreachable, WithoutHub};
+    let hub = |e: &ft_hub::Error| {
+        use ft_hub::Error::{Missing, NotCached, NotFound, Unreachable, WithoutHub};
         matches!(
             e,
             Missing { .. } | NotCached { .. } | NotFound { .. } | Unreachable { .. } | WithoutHub { .. }

@@ -6,7 +6,6 @@ use crate::cli::console::print;
 use crate::infer::usage;
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, width, wrap};
-use ft_data::hub;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
 use ft_recipe::{Recipe, Task};
@@ -91,7 +90,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     // an unavailable model is no error here: `ft check` reports it
     let found = match source::find(&recipe) {
         Ok(found) => Some(found),
-        Err(e) if e.of::<hub::Error>().is_some() => None,
+        Err(e) if e.of::<ft_hub::Error>().is_some() => None,
         Err(e) => return Err(e),
     };
     let measured = Measured::of(&recipe, found.as_ref())?;

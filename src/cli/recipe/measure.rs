@@ -2,8 +2,8 @@
 
 use crate::train::{job, sources};
 use ft_base::terminal::tell;
-use ft_data::hub::{self, Settings, Want};
 use ft_data::{Dataset, Shape, Tokenizer};
+use ft_hub::{Settings, Want};
 use ft_plan::source::Found;
 use ft_recipe::{Recipe, Source, Task};
 
@@ -82,7 +82,7 @@ impl Measured {
         let Some(found) = found else { return Ok(Self { keys, length: None }) };
         let tokenizer = match job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true) {
             Ok(model) => job::tokenizer(&recipe, &model.dir, None)?,
-            Err(e) if e.of::<hub::Error>().is_some() => return Ok(Self { keys, length: None }),
+            Err(e) if e.of::<ft_hub::Error>().is_some() => return Ok(Self { keys, length: None }),
             Err(e) => return Err(e),
         };
         sources::settle_forms(

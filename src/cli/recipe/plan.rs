@@ -7,7 +7,7 @@ use crate::infer::usage;
 use crate::train::{self, job, sources};
 use clap::builder::PossibleValuesParser;
 use ft_base::terminal::warn;
-use ft_data::hub::Settings;
+use ft_hub::Settings;
 use ft_kernels::gemm;
 use ft_plan::links::{self, Network};
 use ft_plan::{Devices, Target, card, card_names, rates, resolve};

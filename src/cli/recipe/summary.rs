@@ -2,11 +2,11 @@
 
 use candle_core::DType;
 use ft_data::Stats;
-use ft_data::hub::ModelDir;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, parameters};
 use ft_engine::params::learning_rates;
+use ft_hub::ModelDir;
 use ft_plan::report::count;
 use ft_recipe::Recipe;
 use std::collections::HashMap;

@@ -7,8 +7,8 @@ use crate::cli::quickstart;
 use crate::infer::{Source, recipe_of, usage};
 use crate::train::{self, Job};
 use ft_base::terminal::warn;
-use ft_data::hub::Want;
 use ft_engine::walk::{Execution, visit::NoHooks};
+use ft_hub::Want;
 use ft_recipe::{Init, Recipe, Reference, Weights};
 use serde_json::json;
 

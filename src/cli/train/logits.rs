@@ -5,7 +5,7 @@ use crate::cli::console::print;
 use crate::infer::ModelFiles;
 use crate::train::{Job, TeacherModel, write_teacher};
 use ft_base::terminal::tell;
-use ft_data::hub::Want;
+use ft_hub::Want;
 use ft_plan::report;
 use ft_recipe::TOP_K;
 use std::path::PathBuf;

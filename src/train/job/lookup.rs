@@ -3,11 +3,11 @@
 use crate::train::Error;
 use candle_core::DType;
 use ft_base::terminal::{tell, warn};
-use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{Added, PromptFormat, Tokenizer};
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
+use ft_hub::{ModelDir, Settings, Want};
 use ft_plan::resolve;
 use ft_recipe::{Facts, Recipe, Token, Weights};
 use serde_json::{Map, Value};
@@ -22,7 +22,7 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
     let random = recipe.model.weights == Weights::Random;
     let want = if random { want.min(Want::Tokenizer) } else { want };
     let source = resolve::source_path(recipe, &recipe.model.source);
-    let model = hub::fetch_model_with(settings, &source, &recipe.model.revision, want, progress)?;
+    let model = ft_hub::fetch_model_with(settings, &source, &recipe.model.revision, want, progress)?;
     model.notes.iter().for_each(|n| warn(n));
     Ok(model)
 }

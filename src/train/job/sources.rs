@@ -2,8 +2,8 @@
 
 use ft_base::store;
 use ft_base::terminal::{tell, warn};
-use ft_data::hub::{self, DatasetName, Settings};
 use ft_data::{PromptFormat, Shape};
+use ft_hub::{DatasetName, Settings};
 use ft_recipe::{Data, Form, Recipe, Source};
 
 /// Resolves all data sources of a recipe in place. Returns one error per unresolved source.
@@ -68,8 +68,8 @@ fn resolve_source(
         let name = DatasetName { id, revision, config, split };
         let kept = store::cache_folder();
         let found =
-            hub::fetch_dataset_with(settings, kept.as_deref(), name, progress).map_err(|e| match e {
-                hub::Error::NotFound { .. } => ft_base::Error::from(ft_data::Error::NoDataset {
+            ft_hub::fetch_dataset_with(settings, kept.as_deref(), name, progress).map_err(|e| match e {
+                ft_hub::Error::NotFound { .. } => ft_base::Error::from(ft_data::Error::NoDataset {
                     source_name: source.source.clone(),
                     path: resolve(&source.source),
                     cause: e.to_string(),

@@ -3,7 +3,7 @@
 use crate::train::job::{Job, device};
 use ft_base::memory;
 use ft_base::terminal::warn;
-use ft_data::hub;
+use ft_hub::{Settings, Want};
 use ft_plan::{Plan, report};
 use ft_recipe::{Recipe, Weights};
 
@@ -16,8 +16,8 @@ pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
     if recipe.resolve(source).exists() || recipe.model.weights == Weights::Random {
         return Ok(());
     }
-    let offline = hub::Settings { offline: true, ..hub::Settings::from_env() };
-    if hub::fetch_model_with(&offline, source, revision, hub::Want::Weights, false).is_ok() {
+    let offline = Settings { offline: true, ..Settings::from_env() };
+    if ft_hub::fetch_model_with(&offline, source, revision, Want::Weights, false).is_ok() {
         return Ok(());
     }
     let cuda = device(recipe.run.device)?.is_cuda();

@@ -4,8 +4,8 @@ use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::job::hash::{adapter_hash, model_hash};
 use crate::train::output::RESULTS;
-use ft_data::hub::Want;
 use ft_engine::adapters::{Adapter, TrainedPart};
+use ft_hub::Want;
 use ft_plan::InferenceMemory;
 use ft_recipe::{Init, Method, Recipe, Reference, Weights};
 

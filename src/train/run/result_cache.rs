@@ -8,7 +8,7 @@ use crate::train::layout::{CHECKPOINTS, RESULTS};
 use crate::train::preference::reference_model;
 use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use ft_data::TOOL_USE;
-use ft_data::hub::{self, Settings, Want};
+use ft_hub::{Settings, Want};
 use ft_plan::resolve;
 use ft_recipe::{Recipe, Weights};
 use serde::{Deserialize, Serialize};
@@ -104,7 +104,7 @@ fn model_files(recipe: &Recipe) -> Option<Files> {
     let settings = Settings { offline: true, ..Settings::from_env() };
     let want = if recipe.model.weights == Weights::Load { Want::Weights } else { Want::Config };
     let source = resolve::source_path(recipe, &recipe.model.source);
-    let model = hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
+    let model = ft_hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
     files_of(&model.dir, &mut files)?;
     if let Some(dir) = resolve::adapter_dir(&settings, recipe, false).ok()? {
         files_of(&dir, &mut files)?;

@@ -6,7 +6,6 @@ mod broken;
 mod cached;
 pub(super) mod chat;
 mod digest;
-mod hub;
 mod kept;
 mod many;
 mod properties;

@@ -1,7 +1,7 @@
 //! Finds a model's config without weights: a local folder, the hub's cache, or a built-in one.
 
-use ft_data::hub::{self, Settings, Want};
 use ft_engine::model::{self, Config};
+use ft_hub::{Settings, Want};
 use ft_recipe::Recipe;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
@@ -88,19 +88,19 @@ pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
     let m = &recipe.model;
     let source = source_path(recipe, &m.source);
     let settings = Settings { offline: true, ..Settings::from_env() };
-    match hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
+    match ft_hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
         Ok(found) => {
             let weights =
-                hub::fetch_model_with(&settings, &source, &m.revision, Want::Weights, false).is_ok();
+                ft_hub::fetch_model_with(&settings, &source, &m.revision, Want::Weights, false).is_ok();
             return Found::in_folder(found.dir, m, weights);
         }
-        Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
+        Err(ft_hub::Error::NotCached { .. } | ft_hub::Error::WithoutHub { .. }) => {}
         Err(e) => return Err(e.into()),
     }
     if let Some((config, from)) = built_in(m)? {
         return Ok(Found { config, from, dir: None, weights: false, notes: Vec::new() });
     }
-    let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
+    let found = ft_hub::fetch_model(&source, &m.revision, Want::Config, false)?;
     Found::in_folder(found.dir, m, false)
 }
 

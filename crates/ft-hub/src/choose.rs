@@ -3,8 +3,8 @@
 use super::error::Error;
 use super::files::{ADAPTER, CONFIG, Repository, TOKENIZER};
 use super::request::{Kind, Want};
-use crate::tokenize::model_files::{CHAT_TEMPLATE, TOOL_USE};
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
+use ft_data::{CHAT_TEMPLATE, TOOL_USE};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
 /// Prompt format and chat templates of an adapter.

@@ -4,7 +4,7 @@ use ft_base::error::Failure;
 use std::fs;
 use std::path::Path;
 
-use crate::hub::*;
+use crate::*;
 use ft_base::ExitCode;
 
 fn settings(home: &Path, endpoint: &str) -> Settings {

@@ -4,6 +4,12 @@
 //! Only required files are downloaded, weights only as safetensors. Downloads must have the size listed by
 //! the hub. Local folders never cause network access.
 
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
+)]
+#![forbid(unsafe_code)]
+
 mod datasets;
 mod error;
 mod files;
@@ -18,6 +24,8 @@ mod choose;
 mod progress;
 #[cfg_attr(not(feature = "hub"), path = "no_remote.rs")]
 mod remote;
+#[cfg(test)]
+mod tests;
 
 pub use datasets::fetch_dataset_with;
 pub use error::Error;

@@ -15,9 +15,9 @@ use super::files::{Repository, is_commit, shards};
 use super::progress::Report;
 use super::request::{Kind, Layout, Push, Want};
 use super::settings::Settings;
-use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
+use ft_data::TOOL_USE;
 
 /// Time limit for a connection. The system's limit is minutes in networks with packet loss.
 const CONNECT: Duration = Duration::from_secs(10);
