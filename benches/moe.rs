@@ -102,7 +102,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let mut make = Maker::new(dtype, full);
     let router = make.linear(experts, width)?;
     let all = (0..experts).map(|_| make.mlp(width, inner)).collect::<Result<_>>()?;
-    let mixture = Mixture::new(router, (all, vec![1; experts]), None, top_k, true);
+    let mixture = Mixture::new(router, (all, vec![1; experts]), top_k, true);
     let mixture_grads = make.grads()?;
     let mut make = Maker::new(dtype, full);
     let dense = make.mlp(width, top_k * inner)?;

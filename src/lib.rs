@@ -32,20 +32,8 @@
 //! A program that wants plans and measured memory compared installs the counting allocator of `ft-base`, as
 //! `src/main.rs` does.
 //!
-//! # How a step runs
-//!
-//! ```text
-//! train::run          the loop: rows of the step, step, metrics, evaluation, checkpoints, signals
-//!   train::step       micro-batches of the step; loss and gradients normalized by its target tokens
-//!     walk            forward over the layers, head with loss, backward over the layers in reverse
-//!       model         each module: forward -> (y, Saved); backward(Saved, dy, accumulator) -> dx
-//!         kernels     operations with forward and backward, for CPU and CUDA
-//!     optim           gradient norm, clip, AdamW over flat buffers
-//! ```
-//!
-//! Every backward pass is written by hand on untracked tensors; its inputs are the value `Saved`. Frozen weights
-//! get no gradient. Gradients accumulate in f32, in one flat buffer per layer. CONTRIBUTING.md has the map of
-//! the crates, and says how to add a model family, a dataset format, a kernel or a key.
+//! CONTRIBUTING.md says how a step runs, has the map of the crates, and says how to add a model family, a dataset
+//! format, a kernel or a key.
 
 #![cfg_attr(
     test,

@@ -271,13 +271,14 @@ fn dropouts(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let ones = r(5, &[130, 96])?.affine(0.0, 1.0)?;
     for (what, x) in [("dropout", &ones), ("dropout, odd width", &ones.narrow(1, 0, 55)?.force_contiguous()?)]
     {
-        let (mask, _) = dropout::mask(stream, (dropout::Rows::From { first: 5 }, (0, x.dim(1)?)), 0.25, x)?;
+        let rows = dropout::Rows { first: 5, list: None };
+        let (mask, _) = dropout::mask(stream, (rows, (0, x.dim(1)?)), 0.25, x)?;
         out.push((what.into(), mask.of(x)?));
         out.push((format!("{what}, added"), mask.add(x.clone(), x.clone())?));
     }
     let list: Vec<u32> = (0..130).rev().collect();
-    let (mask, _) =
-        dropout::mask(stream, (dropout::Rows::These { first: 2, list: &list }, (0, 96)), 0.25, &ones)?;
+    let rows = dropout::Rows { first: 2, list: Some(&list) };
+    let (mask, _) = dropout::mask(stream, (rows, (0, 96)), 0.25, &ones)?;
     out.push(("dropout, rows of a list".into(), mask.of(&ones)?));
     Ok(())
 }

@@ -1,9 +1,8 @@
 //! Options of several verbs.
 
 use super::quickstart;
-use crate::infer::{LoadOptions, usage};
-use clap::builder::PossibleValuesParser;
-use ft_recipe::{Dtype, Quantize, Recipe};
+use crate::infer::usage;
+use ft_recipe::Recipe;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 
@@ -23,26 +22,6 @@ impl RecipeArgs {
         let recipe = Recipe::load(&self.recipe, &self.set)?;
         quickstart::provide(&self.recipe, &recipe, true)?;
         Ok(recipe)
-    }
-}
-
-/// How a model that answers is loaded.
-#[derive(Debug, clap::Args)]
-pub struct LoadArgs {
-    /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
-    #[arg(long, value_parser = words(Dtype::WORDS))]
-    dtype: Option<String>,
-    /// Quantization of the base's linears; by default that of the adapter's run
-    #[arg(long, value_parser = words(Quantize::WORDS))]
-    quantize: Option<String>,
-}
-
-impl LoadArgs {
-    pub(super) fn options(&self) -> LoadOptions {
-        LoadOptions {
-            dtype: self.dtype.as_deref().and_then(Dtype::from_word),
-            quantize: self.quantize.as_deref().and_then(Quantize::from_word),
-        }
     }
 }
 
@@ -66,9 +45,4 @@ impl TemplateArgs {
         };
         self.template.iter().map(variable).collect()
     }
-}
-
-/// The values of a recipe key as possible values of an option.
-pub(super) fn words(words: &'static [(&'static str, &'static str)]) -> PossibleValuesParser {
-    PossibleValuesParser::new(words.iter().map(|(w, _)| *w))
 }

@@ -2,7 +2,6 @@
 
 use crate::cli::console::print;
 use clap_complete::Shell;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `ft man`.
@@ -30,6 +29,5 @@ pub fn man(args: &Args, command: clap::Command) -> ft_base::Result<()> {
     let at = |path: &Path, e| ft_base::store::Error::write("write", path, None, e);
     std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;
     clap_mangen::generate_to(command, &args.dir).map_err(|e| at(&args.dir, e))?;
-    writeln!(std::io::stdout(), "{}", args.dir.join("ft.1").display())
-        .map_or_else(|e| Ok(ft_recipe::Error::of_print(Err(e))?), |()| Ok(()))
+    print(&format!("{}\n", args.dir.join("ft.1").display()))
 }

@@ -48,12 +48,9 @@ impl Report {
 fn machine(report: &mut Report) {
     report.section("machine");
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let field = |name: &str| {
-        let line = info.lines().find(|l| l.starts_with(name))?;
-        line.split_once(':').map(|(_, v)| v.trim().to_string())
-    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let cpu = field("model name").unwrap_or_else(|| std::env::consts::ARCH.into());
+    let model = info.lines().find(|l| l.starts_with("model name")).and_then(|l| l.split_once(':'));
+    let cpu = model.map_or(std::env::consts::ARCH, |(_, name)| name.trim());
     report.line("processor", &format!("{cpu}, {cores} threads for this process"));
     report.line("instructions", &instructions());
     let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".into(), human_bytes);

@@ -2,6 +2,7 @@
 
 use super::usage;
 use ft_base::terminal::{tell, warn};
+use ft_data::show::plural;
 use ft_engine::adapters::{self, Adapter};
 use ft_engine::model::Config;
 use ft_hub::{ModelDir, Want};
@@ -75,10 +76,9 @@ pub fn quantized(
 /// A score head.
 pub fn refuse_scores(config: &Config) -> ft_base::Result<()> {
     let Some(labels) = &config.scores else { return Ok(()) };
-    let outputs = if labels.len() == 1 { "output" } else { "outputs" };
     Err(usage(format!(
-        "the model has a score head of {} {outputs} in place of the vocabulary's, and makes no text\n  hint: ft eval; \
+        "the model has a score head of {} in place of the vocabulary's, and makes no text\n  hint: ft eval; \
          or, after ft merge of an adapter, transformers' AutoModelForSequenceClassification",
-        labels.len()
+        plural(labels.len(), "output")
     )))
 }

@@ -1,7 +1,7 @@
 //! A model and an optional adapter on disk, and the way to load them.
 
 use super::base::{base_of, fetch_model, open_adapter, quantized, refuse_scores};
-use super::{Prompter, Source, usage};
+use super::{LoadOptions, Prompter, Source, usage};
 use crate::train::job;
 use candle_core::Device;
 use ft_base::terminal::tell;
@@ -18,15 +18,6 @@ use serde_json::{Map, Value};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-
-/// How to load a model.
-#[derive(Clone, Copy, Debug)]
-pub struct LoadOptions {
-    /// Compute dtype; `None` for the default of device or run.
-    pub dtype: Option<Dtype>,
-    /// Quantization of the base; `None` as in the training of the adapter or the run.
-    pub quantize: Option<Quantize>,
-}
 
 /// Most tokens of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,12 +87,12 @@ impl ModelFiles {
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
     }
 
-    /// Loads the tokenizer with the model's own chat template; `None` without a `tokenizer.json`.
+    /// Loads the tokenizer, with `template` or the model's own chat template; `None` without a `tokenizer.json`.
     ///
     /// # Errors
     /// An unusable tokenizer.
-    pub fn tokenizer(&self) -> ft_base::Result<Option<Tokenizer>> {
-        Ok(Tokenizer::load_with(&self.model.dir, None, &job::added(self.adapter.as_ref())?)?)
+    pub fn tokenizer(&self, template: Option<&Path>) -> ft_base::Result<Option<Tokenizer>> {
+        Ok(Tokenizer::load_with(&self.model.dir, template, &job::added(self.adapter.as_ref())?)?)
     }
 
     /// Loads the tokenizer. The chat template is `template`, the adapter's, or the model's; `variables`
@@ -116,8 +107,7 @@ impl ModelFiles {
         variables: Map<String, Value>,
     ) -> ft_base::Result<Prompter> {
         let own = self.adapter.as_ref().map(|a| a.dir.join(ft_data::CHAT_TEMPLATE)).filter(|p| p.is_file());
-        let added = job::added(self.adapter.as_ref())?;
-        let tokenizer = Tokenizer::load_with(&self.model.dir, template.or(own.as_deref()), &added)?;
+        let tokenizer = self.tokenizer(template.or(own.as_deref()))?;
         let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);
         let mut all = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();
         all.extend(variables);

@@ -88,15 +88,6 @@ pub struct Follower {
     on: String,
 }
 
-/// Outcome of a check for new checkpoints.
-#[derive(Default)]
-struct Poll {
-    /// Whether the model has new weights.
-    changed: bool,
-    /// Unusable checkpoints; every one is reported once.
-    problems: Vec<String>,
-}
-
 impl Follower {
     /// Step of the loaded weights; 0 before the first checkpoint.
     pub fn step(&self) -> u64 {
@@ -107,22 +98,23 @@ impl Follower {
     /// result. Retries if a checkpoint is deleted during reading. Reports damaged and foreign checkpoints,
     /// and leaves the model unchanged. Returns whether the weights changed.
     pub fn poll(&mut self) -> bool {
-        let mut poll = Poll::default();
+        let mut problems = Vec::new();
         // A deleted checkpoint has a newer successor on disk already.
-        let _ = (0..TRIES).any(|_| self.poll_once(&mut poll));
+        let changed = (0..TRIES).find_map(|_| self.poll_once(&mut problems)).unwrap_or(false);
         let (step, on) = (self.step(), &self.on);
-        if poll.changed {
+        if changed {
             tell(&format!("step {step} answers{on}"));
         }
         let current = if step == 0 { "the base".into() } else { format!("step {step}") };
-        for problem in poll.problems {
+        for problem in problems {
             warn(&format!("not taken up, and {current} answers{on}: {problem}"));
         }
-        poll.changed
+        changed
     }
 
-    /// As [`Follower::poll`], once. Returns false if a checkpoint was deleted during reading.
-    fn poll_once(&mut self, poll: &mut Poll) -> bool {
+    /// As [`Follower::poll`], once; appends the problems of unusable checkpoints. `None` if a checkpoint was deleted
+    /// during reading.
+    fn poll_once(&mut self, problems: &mut Vec<String>) -> Option<bool> {
         // The folder does not exist before the run begins.
         let mut steps = self.checkpoints.list().unwrap_or_default();
         if let Some(step) = ended_at(&self.run.folder).filter(|s| steps.contains(s)) {
@@ -130,8 +122,7 @@ impl Follower {
         }
         let mut found = Vec::new();
         for step in steps {
-            let Some(mark) = self.checkpoints.mark(step) else { return false };
-            found.push((step, mark));
+            found.push((step, self.checkpoints.mark(step)?));
         }
         // Forgets deleted checkpoints, so that a new one at the same step gets a chance.
         self.unusable.retain(|u| found.iter().any(|(_, mark)| mark == u));
@@ -139,7 +130,7 @@ impl Follower {
         for (step, mark) in found.into_iter().rev() {
             let loaded = self.loaded.as_ref();
             if loaded.is_some_and(|(s, m)| *m == mark || (passed_over && *s > step)) {
-                return true;
+                return Some(false);
             }
             if self.unusable.contains(&mark) {
                 passed_over = true;
@@ -148,26 +139,24 @@ impl Follower {
             match self.load(step) {
                 Ok(()) => {
                     self.loaded = Some((step, mark));
-                    poll.changed = true;
-                    return true;
+                    return Some(true);
                 }
-                Err(_) if self.checkpoints.mark(step).as_ref() != Some(&mark) => return false,
+                Err(_) if self.checkpoints.mark(step).as_ref() != Some(&mark) => return None,
                 Err(e) => {
-                    poll.problems.push(e.to_string());
+                    problems.push(e.to_string());
                     self.unusable.insert(mark);
                     passed_over = true;
                 }
             }
         }
-        true
+        Some(false)
     }
 
     fn load(&self, step: u64) -> ft_base::Result<()> {
         let folder = self.checkpoints.folder(step);
         if model_keys(&self.run.folder)? != self.run.keys {
-            let why = "the run folder is that of another run now, which trains another model or \
-            something else of it\n  \
-                       hint: ft serve, started again, answers with that";
+            let why = "the run folder is that of another run now, which trains another model or something else of \
+                       it\n  hint: ft serve, started again, answers with that";
             let path = folder.display().to_string();
             return Err(train::Error::Checkpoint { path, why: why.into() }.into());
         }

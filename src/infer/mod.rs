@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! source    path or hub id -> folder of a model or an adapter; converts checkpoints
+//! options   options of verbs with a model; errors of options
 //! device    values of --device
 //! base      base model of an adapter
 //! files     model, adapter and tokenizer of a fixed model; memory check, then weights
@@ -16,19 +17,19 @@
 
 pub mod base;
 pub mod device;
-mod error;
 mod files;
 mod follow;
 mod model;
+mod options;
 mod prompt;
 mod run_folder;
 pub mod sampling;
 mod source;
 
-pub use error::usage;
-pub use files::{ContextLimit, LoadOptions, ModelFiles};
+pub use files::{ContextLimit, ModelFiles};
 pub use follow::Follower;
 pub use model::{Model, ModelOptions, Replica};
+pub use options::{LoadOptions, usage, words};
 pub use prompt::Prompter;
 pub use run_folder::recipe_of;
 pub use source::Source;

@@ -4,8 +4,7 @@ use super::metrics::{Metrics, text};
 use super::render::render;
 use ft_base::store;
 use ft_base::terminal::escape;
-use ft_data::Drops;
-use ft_data::holds_rows;
+use ft_data::{Drops, holds_rows};
 use ft_hub::{Settings, Want};
 use ft_recipe::{Data, Init, Recipe, Reference};
 use minijinja::context;
@@ -13,30 +12,54 @@ use minijinja::value::Serde;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Contents of a card, gathered from a folder and its run.
-struct CardFacts {
-    adapter: bool,
-    /// Outputs of a score head.
-    outputs: Option<usize>,
-    /// Base model as named in the files.
-    base: Option<String>,
-    /// Prompt form of the training data.
-    form: Option<String>,
-    /// Whether rows had other forms too.
-    mixed: bool,
-    /// Training recipe without local paths; the card shows the keys that the user set.
-    recipe: Option<Recipe>,
-    metrics: Option<Metrics>,
-    license: Option<String>,
-}
-
 /// Model card of the adapter or model in `folder`, for hub repository `repository`. Training facts come
 /// from the run folder `run`, if given.
 ///
 /// # Errors
 /// A recipe or metrics file that exists but cannot be read.
 pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Result<String> {
-    Ok(render("card.md", &CardFacts::read(folder, run)?.fill(repository), false)?)
+    let config = json_of(folder, "adapter_config.json");
+    let adapter = config.is_object();
+    let file = |name: &str| run.map(|r| r.join(name)).filter(|p| p.is_file());
+    let recipe = file("recipe.toml").map(|path| Recipe::load(&path, &[])).transpose()?;
+    let metrics = file("metrics.jsonl").map(|path| Metrics::read(&path)).transpose()?;
+    let base = match text(&config, "base_model_name_or_path") {
+        "" => recipe.as_ref().map(|r| r.model.source.clone()),
+        base => Some(base.to_string()),
+    };
+    let license = base.as_deref().and_then(license);
+    let base = base.filter(|b| is_hub_id(b));
+    let outputs = recipe.as_ref().and_then(|r| r.data.scores.labels()).map(|labels| labels.len());
+    let recipe = recipe.map(without_paths);
+    let sources = recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());
+    // JSON strings are valid YAML and Python: values of the card's head and code are quoted, those of its text are not.
+    let quoted = |s: &str| json!(s).to_string();
+    let id = quoted(repository);
+    let load = if adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
+    let shown = recipe.as_ref().map(|r| given_keys(r, metrics.as_ref()));
+    let trained = json_of(folder, "ft.json");
+    let view = context! {
+        adapter,
+        outputs,
+        base_yaml => base.as_deref().map(quoted),
+        license => license.as_deref().map(quoted),
+        datasets => sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect::<Vec<_>>(),
+        sources => sources.map(link).collect::<Vec<_>>().join(", "),
+        name => repository.rsplit('/').next().unwrap_or(repository),
+        version => env!("CARGO_PKG_VERSION"),
+        results => Serde(metrics.as_ref().map(results).unwrap_or_default()),
+        // longer than any backtick run in the recipe
+        fence => "`".repeat(3 + shown.as_deref().map_or(0, |r| longest_run(r, '`'))),
+        recipe => shown.map(|r| escape(r.trim_end()).into_owned()),
+        repository,
+        form => trained["form"].as_str(),
+        // rows of other forms beside it
+        mixed => trained["also"].is_array(),
+        base,
+        load,
+        id,
+    };
+    Ok(render("card.md", view, false)?)
 }
 
 /// File name of the card.
@@ -86,78 +109,25 @@ pub fn text_of(folder: &Path, name: &str) -> Option<String> {
     String::from_utf8(store::read_inside(folder, name, store::LARGEST).ok()?).ok()
 }
 
-fn json_of(folder: &Path, name: &str) -> Value {
+/// A JSON file of a folder; null if it cannot be read.
+pub fn json_of(folder: &Path, name: &str) -> Value {
     text_of(folder, name).and_then(|text| serde_json::from_str(&text).ok()).unwrap_or(Value::Null)
 }
 
-impl CardFacts {
-    fn read(folder: &Path, run: Option<&Path>) -> ft_base::Result<Self> {
-        let config = json_of(folder, "adapter_config.json");
-        let adapter = config.is_object();
-        let file = |name: &str| run.map(|r| r.join(name)).filter(|p| p.is_file());
-        let recipe = file("recipe.toml").map(|path| Recipe::load(&path, &[])).transpose()?;
-        let metrics = file("metrics.jsonl").map(|path| Metrics::read(&path)).transpose()?;
-        let base = match text(&config, "base_model_name_or_path") {
-            "" => recipe.as_ref().map(|r| r.model.source.clone()),
-            base => Some(base.to_string()),
-        };
-        let license = base.as_deref().and_then(license);
-        let trained = json_of(folder, "ft.json");
-        let form = trained["form"].as_str().map(str::to_string);
-        let mixed = trained["also"].is_array();
-        let outputs = recipe.as_ref().and_then(|r| r.data.scores.labels()).map(|labels| labels.len());
-        Ok(Self { adapter, outputs, base, form, mixed, recipe: recipe.map(without_paths), metrics, license })
+/// A data source as text of a card.
+fn link(source: &str) -> String {
+    if is_hub_id(source) {
+        format!("[{source}](https://huggingface.co/datasets/{source})")
+    } else {
+        format!("`{}`", escape(source).replace('`', ""))
     }
+}
 
-    /// Values of the template.
-    fn fill(self, repository: &str) -> minijinja::Value {
-        // JSON strings are valid YAML and Python: values of the card's head and code are quoted, those of its text are
-        // not.
-        let quoted = |s: &str| json!(s).to_string();
-        let base = self.base.filter(|b| is_hub_id(b));
-        let sources = self.recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());
-        let shown = sources.clone().map(|s| {
-            if is_hub_id(s) {
-                format!("[{s}](https://huggingface.co/datasets/{s})")
-            } else {
-                format!("`{}`", escape(s).replace('`', ""))
-            }
-        });
-        let given = self.metrics.as_ref().and_then(|m| m.start["given"].as_array());
-        let given: Option<Vec<String>> = given.map(|keys| {
-            keys.iter()
-                .filter_map(|key| key.as_str())
-                .filter(|key| *key != "run.output")
-                .map(String::from)
-                .collect()
-        });
-        let recipe = self.recipe.as_ref().map(|recipe| match &given {
-            Some(keys) => recipe.to_toml_of(keys),
-            None => recipe.to_toml(),
-        });
-        let id = quoted(repository);
-        let load = if self.adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
-        context! {
-            adapter => self.adapter,
-            outputs => self.outputs,
-            base_yaml => base.as_deref().map(quoted),
-            license => self.license.as_deref().map(quoted),
-            datasets => sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect::<Vec<_>>(),
-            sources => shown.collect::<Vec<_>>().join(", "),
-            name => repository.rsplit('/').next().unwrap_or(repository),
-            version => env!("CARGO_PKG_VERSION"),
-            results => Serde(self.metrics.as_ref().map(results).unwrap_or_default()),
-            // longer than any backtick run in the recipe
-            fence => "`".repeat(3 + recipe.as_deref().map_or(0, |r| longest_run(r, '`'))),
-            recipe => recipe.map(|r| escape(r.trim_end()).into_owned()),
-            repository,
-            form => self.form,
-            mixed => self.mixed,
-            base,
-            load,
-            id,
-        }
-    }
+/// The keys of a recipe that the user set, as TOML; all keys, if they are not recorded.
+fn given_keys(recipe: &Recipe, metrics: Option<&Metrics>) -> String {
+    let Some(given) = metrics.and_then(|m| m.start["given"].as_array()) else { return recipe.to_toml() };
+    let given = given.iter().filter_map(|key| key.as_str()).filter(|key| *key != "run.output");
+    recipe.to_toml_of(&given.map(String::from).collect::<Vec<_>>())
 }
 
 /// Rows of the table of results.

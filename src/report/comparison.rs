@@ -6,7 +6,8 @@ use super::page::flatten;
 use super::plot::{Chart, Curve, LineStyle, Range, Series, Table, cut, duration, grouped, short};
 use super::state::State;
 use ft_plan::report::bytes;
-use serde::Serialize;
+use minijinja::context;
+use minijinja::value::Serde;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,32 +25,19 @@ pub struct Run {
     pub files: Files,
 }
 
-/// The page's contents.
-#[derive(Clone, Debug, Serialize)]
-pub struct Comparison {
-    title: String,
-    summary: Table,
-    charts: Vec<Chart>,
-    different: Vec<Table>,
-    captions: [&'static str; 2],
-}
-
-impl Comparison {
-    /// Builds the page of `runs`.
-    pub fn new(runs: &[Run]) -> Self {
-        let names: Vec<&str> = runs.iter().map(|r| r.name.as_str()).collect();
-        let recipes = runs.iter().map(|r| r.files.recipe.as_deref().map(keys).unwrap_or_default());
-        let inputs = runs.iter().map(|r| inputs(&r.metrics.start));
-        Self {
-            title: cut(&names.join(", "), 200),
-            summary: Table::new(COLUMNS, runs.iter().map(row).collect()),
-            charts: charts(runs),
-            different: vec![
-                different(&names, &recipes.collect::<Vec<_>>()),
-                different(&names, &inputs.collect::<Vec<_>>()),
-            ],
-            captions: ["In the recipes", "In what the runs found when they began"],
-        }
+/// Values of the template, for the page of several runs.
+pub fn comparison_view(runs: &[Run]) -> minijinja::Value {
+    let names: Vec<&str> = runs.iter().map(|r| r.name.as_str()).collect();
+    let recipes = runs.iter().map(|r| r.files.recipe.as_deref().map(keys).unwrap_or_default());
+    let inputs = runs.iter().map(|r| inputs(&r.metrics.start));
+    let different =
+        vec![different(&names, &recipes.collect::<Vec<_>>()), different(&names, &inputs.collect::<Vec<_>>())];
+    context! {
+        title => cut(&names.join(", "), 200),
+        summary => Serde(Table::new(COLUMNS, runs.iter().map(row).collect())),
+        charts => Serde(charts(runs)),
+        different => Serde(different),
+        captions => Serde(["In the recipes", "In what the runs found when they began"]),
     }
 }
 

@@ -5,7 +5,7 @@
 //! a page from elsewhere cannot read along.
 
 use super::error::Error;
-use super::render::{comparison, page};
+use super::render::page;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -62,7 +62,7 @@ impl Live {
     /// The page of the runs.
     ///
     /// # Errors
-    /// As [`super::write()`] and [`super::write_comparison()`].
+    /// As [`page`].
     pub fn page(&self) -> Result<String, Error> {
         let stamp = |run: &PathBuf| {
             let file = std::fs::metadata(run.join("metrics.jsonl")).ok()?;
@@ -71,11 +71,7 @@ impl Live {
         let now: Stamp = self.runs.iter().map(stamp).collect();
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
         if newest.0 != now || newest.1.is_empty() {
-            let page = match self.runs.as_slice() {
-                [run] => page(run, true)?,
-                runs => comparison(runs, true)?,
-            };
-            *newest = (now, page);
+            *newest = (now, page(&self.runs, true)?);
         }
         Ok(newest.1.clone())
     }

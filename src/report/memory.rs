@@ -1,6 +1,6 @@
 //! Memory section: planned bytes by component, and measured bytes.
 
-use super::metrics::{Metrics, count, text};
+use super::metrics::{Metrics, Step, count, text};
 use ft_engine::walk::Recomputed;
 use ft_plan::Component;
 use ft_plan::report::bytes;
@@ -75,13 +75,10 @@ fn pair(planned: &Value, measured: &Value) -> Vec<Bar> {
         .collect()
 }
 
-fn component(key: &str) -> Option<Component> {
-    Component::ALL.into_iter().find(|c| c.key() == key)
-}
-
 /// Label of a component; unknown keys are shown with spaces for underscores.
 fn name(key: &str) -> String {
-    component(key).map_or_else(|| key.replace('_', " "), |c| c.label().to_string())
+    let component = Component::ALL.into_iter().find(|c| c.key() == key);
+    component.map_or_else(|| key.replace('_', " "), |c| c.label().to_string())
 }
 
 /// Reads a JSON object of byte counts, at most 64 entries.
@@ -95,8 +92,7 @@ impl Memory {
     pub fn new(m: &Metrics) -> Option<Self> {
         let plan = &m.start["plan"];
         let planned = plan["peak_device_bytes"].as_u64();
-        let of_end = m.end.as_ref().map_or(0, |e| count(e, "peak_device_bytes"));
-        let measured = nonzero(m.peak(|s| s.device_bytes).max(of_end));
+        let measured = measured(m, "peak_device_bytes", |s| s.device_bytes);
         let about = match (planned, measured) {
             (Some(p), Some(m)) => format!("Planned {}, measured {}.", bytes(p), bytes(m)),
             (Some(p), None) => format!("Planned {}; nothing was measured yet.", bytes(p)),
@@ -119,8 +115,10 @@ impl Memory {
     }
 }
 
-fn nonzero(bytes: u64) -> Option<u64> {
-    Some(bytes).filter(|b| *b > 0)
+/// Peak over the steps, and of the end by its key; `None` if not measured.
+fn measured(m: &Metrics, key: &str, of_step: fn(&Step) -> u64) -> Option<u64> {
+    let of_end = m.end.as_ref().map_or(0, |e| count(e, key));
+    Some(m.peak(of_step).max(of_end)).filter(|b| *b > 0)
 }
 
 /// Planned bytes by component.
@@ -131,8 +129,7 @@ fn planned_bars(planned: &Value) -> Vec<Bar> {
 
 /// Planned host memory by component, and the measured resident size.
 fn host(m: &Metrics, on_cpu: bool) -> Vec<Bar> {
-    let of_end = m.end.as_ref().map_or(0, |e| count(e, "peak_host_bytes"));
-    let measured = nonzero(m.peak(|s| s.host_bytes).max(of_end));
+    let measured = measured(m, "peak_host_bytes", |s| s.host_bytes);
     let mut host = planned_bars(&m.start["plan"]["host"]);
     if !host.is_empty() && !on_cpu {
         let sum = host.iter().filter_map(|b| b.planned).sum();
@@ -152,7 +149,7 @@ fn facts(plan: &Value, on_cpu: bool) -> Vec<String> {
         facts.push(format!("The plan's peak: {place}."));
     }
     if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
-        let part = |key: &str| plan["choices"]["recompute"][key].as_u64().unwrap_or(0) as usize;
+        let part = |key: &str| count(&plan["choices"]["recompute"], key) as usize;
         let recomputed =
             Recomputed { all: n as usize, feed_forward: part("feed_forward"), norms: part("norms") };
         facts.push(format!("Recomputed: {} ({}).", recomputed.words(of as usize), text(plan, "reason")));
@@ -165,12 +162,10 @@ fn facts(plan: &Value, on_cpu: bool) -> Vec<String> {
         facts.push(format!("Budget: {}.", bytes(budget)));
     }
     if on_cpu {
-        let before = plan["host_bytes_before_loading"].as_u64().unwrap_or(0);
         facts.push(format!(
-            "The device is the CPU: measured are the engine's own allocations, a part of the resident \
-            size; the process \
-             had {} before the model was loaded.",
-            bytes(before)
+            "The device is the CPU: measured are the engine's own allocations, a part of the resident size; the \
+             process had {} before the model was loaded.",
+            bytes(count(plan, "host_bytes_before_loading"))
         ));
     }
     facts

@@ -27,6 +27,6 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub use card::{CARD, card, is_hub_id, is_untouched, leave_card, text_of};
+pub use card::{CARD, card, is_hub_id, is_untouched, json_of, leave_card, text_of};
 pub use live::Live;
-pub use render::{write, write_comparison};
+pub use render::write;

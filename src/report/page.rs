@@ -8,6 +8,8 @@ use super::plot::{
     thin_evenly,
 };
 use super::state::State;
+use minijinja::context;
+use minijinja::value::Serde;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -54,24 +56,6 @@ struct Reply {
     step: u64,
     text: String,
     score: String,
-}
-
-/// The page's contents.
-#[derive(Clone, Debug, Serialize)]
-pub struct Page {
-    title: String,
-    state: State,
-    headlines: Vec<Headline>,
-    charts: Vec<Chart>,
-    evals: Option<Table>,
-    expert_charts: Vec<Chart>,
-    heat_maps: Vec<HeatMap>,
-    memory: Option<Memory>,
-    samples: Vec<Samples>,
-    answers: Vec<Samples>,
-    recipe: Option<String>,
-    facts: Vec<Fact>,
-    files: Vec<Vec<String>>,
 }
 
 fn headlines(m: &Metrics) -> Vec<Headline> {
@@ -168,15 +152,20 @@ fn charts(m: &Metrics) -> Vec<Chart> {
 /// Number of scores of generated answers among [`SCORES`].
 const OF_ANSWERS: usize = 3;
 
+/// Curves of some of the [`SCORES`] with at least `least` finite values.
+fn score_curves(m: &Metrics, of: std::ops::Range<usize>, least: usize) -> Vec<Curve<'static>> {
+    let curve = |k: usize| {
+        let points = Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
+        Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points }
+    };
+    of.map(curve).filter(|c| c.points.finite().count() >= least).collect()
+}
+
 /// Curves of the accuracy, in training and in evaluation.
 fn accuracy(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
-    let points = |k: usize| Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
-    let training = Curve { label: "training", style: LineStyle::Main, points: m.series(|s| s.accuracy) };
-    let evaluated = OF_ANSWERS..SCORES.len();
-    let evaluated =
-        evaluated.map(|k| Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points: points(k) });
-    let evaluated = evaluated.filter(|c| c.points.finite().count() > 0);
-    let curves: Vec<Curve<'_>> = std::iter::once(training).chain(evaluated).collect();
+    let mut curves =
+        vec![Curve { label: "training", style: LineStyle::Main, points: m.series(|s| s.accuracy) }];
+    curves.extend(score_curves(m, OF_ANSWERS..SCORES.len(), 1));
     let note = "Share of pairs with the higher reward for chosen, or of documents with the right class; F1 is the mean \
                 over the classes. The dots are evaluations.";
     Chart::new("accuracy", "Accuracy", &curves, range, &[note])
@@ -184,11 +173,9 @@ fn accuracy(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
 
 /// Curves of the scores of generated answers; `None` before the second evaluation.
 fn scores(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
-    let points = |k: usize| Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
-    let curve = |k: usize| Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points: points(k) };
-    let curves = (0..OF_ANSWERS).map(curve).filter(|c| c.points.finite().count() > 1);
+    let curves = score_curves(m, 0..OF_ANSWERS, 2);
     let note = "Means over the answers to generate.samples; 1 is the reference each time.";
-    Chart::new("scores", "Scores of the answers", &curves.collect::<Vec<_>>(), range, &[note])
+    Chart::new("scores", "Scores of the answers", &curves, range, &[note])
 }
 
 fn expert_charts(m: &Metrics) -> Vec<Chart> {
@@ -291,24 +278,22 @@ fn facts(m: &Metrics) -> Vec<Fact> {
     out
 }
 
-impl Page {
-    /// Builds the page of a run; `heat_maps` are expert load maps.
-    pub fn new(name: &str, m: &Metrics, heat_maps: Vec<HeatMap>, files: Files) -> Self {
-        let own = text(&m.start, "name");
-        Self {
-            title: cut(if own.is_empty() { name } else { own }, 200),
-            state: State::new(m, files.result.as_deref()),
-            headlines: headlines(m),
-            charts: charts(m),
-            evals: eval_table(m),
-            expert_charts: expert_charts(m),
-            heat_maps,
-            memory: Memory::new(m),
-            samples: by_prompt(&m.samples),
-            answers: by_prompt(&m.answers),
-            recipe: files.recipe.map(|r| cut(&r, RECIPE)),
-            facts: facts(m),
-            files: files.rows,
-        }
+/// Values of the template, for the page of a run; `heat_maps` are expert load maps.
+pub fn page_view(name: &str, m: &Metrics, heat_maps: Vec<HeatMap>, files: Files) -> minijinja::Value {
+    let own = text(&m.start, "name");
+    context! {
+        title => cut(if own.is_empty() { name } else { own }, 200),
+        state => Serde(State::new(m, files.result.as_deref())),
+        headlines => Serde(headlines(m)),
+        charts => Serde(charts(m)),
+        evals => Serde(eval_table(m)),
+        expert_charts => Serde(expert_charts(m)),
+        heat_maps => Serde(heat_maps),
+        memory => Serde(Memory::new(m)),
+        samples => Serde(by_prompt(&m.samples)),
+        answers => Serde(by_prompt(&m.answers)),
+        recipe => files.recipe.map(|r| cut(&r, RECIPE)),
+        facts => Serde(facts(m)),
+        files => Serde(files.rows),
     }
 }

@@ -1,15 +1,14 @@
 //! Writes pages: contents of a run folder, rendered by templates.
 
-use super::comparison::{Comparison, MAX_RUNS, Run};
+use super::comparison::{MAX_RUNS, Run, comparison_view};
 use super::error::Error;
 use super::files::Files;
 use super::metrics::{Metrics, expert_counts, text};
-use super::page::Page;
+use super::page::page_view;
 use super::plot::HeatMap;
 use ft_base::store;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{AutoEscape, Environment, UndefinedBehavior, context};
+use minijinja::{Environment, UndefinedBehavior, Value, context};
 use std::path::{Path, PathBuf};
 
 /// Layout of the pages and of model cards.
@@ -22,32 +21,34 @@ const TEMPLATES: [(&str, &str); 6] = [
     ("comparison.html", include_str!("templates/comparison.html")),
 ];
 
-/// Writes the report of the run in folder `run` to `out`, by default `report.html` in the run folder, and
-/// returns the file's path.
+/// Writes the page of `runs` to `out` and returns the file's path; by default `report.html` in the folder of a run, and
+/// `comparison.html` here for several.
 ///
 /// # Errors
-/// A folder without `metrics.jsonl`, a metrics file without events, a file that cannot be written.
-pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
-    let page = page(run, false)?;
-    let out = out.map_or_else(|| run.join("report.html"), Path::to_path_buf);
+/// As [`page`]; a file that cannot be written.
+pub fn write(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf, Error> {
+    let page = page(runs, false)?;
+    let out = match (out, runs) {
+        (Some(out), _) => out.to_path_buf(),
+        (None, [run]) => run.join("report.html"),
+        (None, _) => "comparison.html".into(),
+    };
     store::write_atomic(&out, page.as_bytes())?;
     Ok(out)
 }
 
-/// Writes one page for several runs to `out` and returns the file's path.
+/// The page of a run, or of several side by side, as HTML; `live` pages renew themselves.
 ///
 /// # Errors
-/// As [`write()`]; more runs than a page shows.
-pub fn write_comparison(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
-    store::write_atomic(out, comparison(runs, false)?.as_bytes())?;
-    Ok(out.to_path_buf())
+/// A folder without `metrics.jsonl`, a metrics file without events, more runs than a page shows.
+pub fn page(runs: &[PathBuf], live: bool) -> Result<String, Error> {
+    match runs {
+        [run] => single(run, live),
+        runs => comparison(runs, live),
+    }
 }
 
-/// The page of several runs, as HTML.
-///
-/// # Errors
-/// As [`write_comparison()`].
-pub fn comparison(runs: &[PathBuf], live: bool) -> Result<String, Error> {
+fn comparison(runs: &[PathBuf], live: bool) -> Result<String, Error> {
     if runs.len() > MAX_RUNS {
         return Err(Error::Many { runs: runs.len(), most: MAX_RUNS });
     }
@@ -61,14 +62,10 @@ pub fn comparison(runs: &[PathBuf], live: bool) -> Result<String, Error> {
         metrics,
     };
     let all: Vec<Run> = metrics.into_iter().zip(&names).zip(runs).map(run).collect();
-    render("comparison.html", &Comparison::new(&all), live)
+    render("comparison.html", comparison_view(&all), live)
 }
 
-/// The report of the run in folder `run`, as HTML; `live` pages renew themselves.
-///
-/// # Errors
-/// As [`write()`].
-pub fn page(run: &Path, live: bool) -> Result<String, Error> {
+fn single(run: &Path, live: bool) -> Result<String, Error> {
     let path = run.join("metrics.jsonl");
     let metrics = Metrics::read(&path)?;
     let mut maps = Vec::new();
@@ -81,21 +78,16 @@ pub fn page(run: &Path, live: bool) -> Result<String, Error> {
     }
     let whole = std::path::absolute(run).unwrap_or_else(|_| run.to_path_buf());
     let name = whole.file_name().map_or_else(|| "run".into(), |n| n.to_string_lossy().into_owned());
-    render("page.html", &Page::new(&name, &metrics, maps, Files::list(run)), live)
+    render("page.html", page_view(&name, &metrics, maps, Files::list(run)), live)
 }
 
-/// Fills a template; HTML is escaped.
-pub(super) fn render(page: &str, view: &impl serde::Serialize, live: bool) -> Result<String, Error> {
+/// Fills a template. By minijinja's default, values in one named `.html` are escaped.
+pub(super) fn render(page: &str, view: Value, live: bool) -> Result<String, Error> {
     let mut env = Environment::new();
-    env.set_auto_escape_callback(
-        |name| {
-            if name.ends_with(".html") { AutoEscape::Html } else { AutoEscape::None }
-        },
-    );
     env.set_undefined_behavior(UndefinedBehavior::Strict);
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     for (name, text) in TEMPLATES {
         env.add_template(name, text)?;
     }
-    Ok(env.get_template(page)?.render(context! { live, ..minijinja::Value::from(Serde(view)) })?)
+    Ok(env.get_template(page)?.render(context! { live, ..view })?)
 }

@@ -1,6 +1,8 @@
 //! Errors of a run.
 
 use ft_base::error::{ExitCode, Failure};
+use ft_recipe::Recipe;
+use std::fmt::Display;
 
 /// Errors of a run.
 #[derive(Debug, thiserror::Error)]
@@ -163,6 +165,13 @@ pub enum Error {
     /// of the signal in the table of handled signals.
     #[error("given up")]
     Abandoned(u64),
+}
+
+impl Error {
+    /// Error of settings, at the place of a recipe key.
+    pub fn at(recipe: &Recipe, key: &str, why: impl Display) -> Self {
+        Self::Usage(format!("{}: {why}", recipe.place(key)))
+    }
 }
 
 impl Failure for Error {

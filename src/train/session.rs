@@ -12,7 +12,7 @@ use ft_data::{Batches, Dataset, Micro};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::optim::Schedule;
-use ft_engine::ranks;
+use ft_engine::ranks::{self, Threads};
 use ft_engine::walk::NoHooks;
 use ft_hub::Want;
 use ft_plan::{Plan, Workload};
@@ -117,9 +117,8 @@ impl Run {
     pub fn load(self) -> ft_base::Result<Session> {
         let job = Job::open(self.recipe, Want::Weights, false)?;
         if job.recipe.parallel.ranks() > 1 {
-            let place = job.recipe.place("parallel.data");
             let why = "a session trains on one rank\n  hint: parallel.data=1";
-            return Err(Error::Usage(format!("{place}: {why}")).into());
+            return Err(Error::at(&job.recipe, "parallel.data", why).into());
         }
         let (data, eval) = job.data()?;
         job.check_rows(Some(&data), eval.as_ref())?;
@@ -127,29 +126,29 @@ impl Run {
         job.check()?;
         reference_model::check(&job)?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
+        let alone = ranks::alone();
         let reference = ReferenceInputs {
             job: &job,
-            train: Some(&data),
+            train: Some((&data, &batches)),
             eval: eval.as_ref(),
-            batches: Some(&batches),
             execution: &plan.execution,
-            comm: &ranks::alone(),
+            comm: &alone,
             identity: None,
         };
         let known = reference.of_other()?;
         let mut model = TrainedModel::new(&job, job.load(true)?);
         if let Some(preferences) = &mut model.preferences {
-            let compute = || reference.scores(&model.decoder, &model.params);
-            preferences.reference = known.map_or_else(compute, Ok)?;
+            preferences.reference = reference.scores(known, &model.decoder, &model.params)?;
         }
         let loss_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
-        Ok(Session { job, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })
+        Ok(Session { job, alone, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })
     }
 }
 
 /// A loaded model with its data, trained step by step.
 pub struct Session {
     job: Job,
+    alone: Threads,
     data: Dataset,
     eval: Option<Dataset>,
     batches: Arc<Batches>,
@@ -181,6 +180,10 @@ impl Session {
         &self.plan
     }
 
+    fn context(&self) -> TrainContext<'_> {
+        TrainContext::new(&self.job, &self.model, &self.alone, self.plan.execution, self.loss_scale)
+    }
+
     /// Runs the next step. Returns `None` after the last one.
     ///
     /// # Errors
@@ -190,10 +193,8 @@ impl Session {
         if step == self.steps() {
             return Ok(None);
         }
-        let (alone, rows) = (ranks::alone(), self.batches.rows(step));
-        let schedule = self.schedule;
-        let lr = |peak: f64| schedule.at(step, peak);
-        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
+        let (rows, cx) = (self.batches.rows(step), self.context());
+        let lr = |peak: f64| self.schedule.at(step, peak);
         let output = cx.step(&StepInput { data: &self.data, rows: &rows, step: step as u64, lr: &lr })?;
         self.loss_scale = cx.loss_scale.get();
         self.done += 1;
@@ -207,8 +208,7 @@ impl Session {
     pub fn evaluate(&self) -> ft_base::Result<(f64, usize)> {
         let part = if self.eval.is_some() { Part::Eval } else { Part::Train };
         let data = self.eval.as_ref().unwrap_or(&self.data);
-        let alone = ranks::alone();
-        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
+        let cx = self.context();
         let of = evaluate(&cx.scorer(&NoHooks), data, cx.objective(part), &|| 0)?;
         Ok((of.loss, of.targets))
     }
@@ -228,10 +228,7 @@ impl Session {
     /// # Errors
     /// Disk errors; a result with other logits.
     pub fn save(&self, dir: impl AsRef<Path>) -> ft_base::Result<PathBuf> {
-        let params = &self.model.params;
-        let alone = ranks::alone();
-        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
-        let values = |i: usize| Ok(params.master(i)?.real()?.clone());
-        output::write(&cx, &values, dir.as_ref(), &Micro::collate(&self.data, &[0])?.probe())
+        let values = |i: usize| Ok(self.model.params.master(i)?.real()?.clone());
+        output::write(&self.context(), &values, dir.as_ref(), &Micro::collate(&self.data, &[0])?.probe())
     }
 }

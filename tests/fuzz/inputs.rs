@@ -6,7 +6,7 @@ use super::mutate::{self, bytes, json_lines, json_text};
 use super::template::template;
 use super::tokenizer::with_components;
 use super::world::{Base, Content, Files, named_seeds, seeds};
-use ft::recipe::{Kind, each_key};
+use ft::recipe::{Kind, all_keys};
 use serde_json::{Value, json};
 use std::sync::LazyLock;
 
@@ -92,11 +92,6 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
     static SEEDS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
         [seeds("recipes", ".toml"), seeds("tests/fixtures/broken-recipes", ".toml")].concat()
     });
-    static KEYS: LazyLock<Vec<(String, Kind)>> = LazyLock::new(|| {
-        let mut all = Vec::new();
-        each_key(&mut |path, key| all.push((path.to_string(), key.kind)));
-        all
-    });
     let other = pick(d, &SEEDS);
     let own = d.once_in(2);
     let seed = if own { base.file(["r.toml", "x.toml"][d.below(2)]) } else { pick(d, &SEEDS) };
@@ -105,8 +100,8 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
         0 | 1 => bytes(d, &mut text, other),
         2..5 => mutate::lines(d, &mut text, other),
         5 => {
-            let (path, kind) = d.pick(&KEYS);
-            let value = value(d, *kind);
+            let (path, key) = d.pick(all_keys());
+            let value = value(d, key.kind);
             text.extend(format!("\n[{}]\n{} = {value}\n", mutate::odd_text(d), path).bytes());
         }
         _ => {}
@@ -115,9 +110,9 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
     put(d, &mut files, "f.toml", text);
     let set: Vec<String> = (0..d.below(4))
         .map(|_| {
-            let (path, kind) = d.pick(&KEYS).clone();
+            let (path, key) = d.pick(all_keys()).clone();
             let path = if d.once_in(10) { format!("{path}.{}", mutate::odd_text(d)) } else { path };
-            format!("{path}={}", value(d, kind))
+            format!("{path}={}", value(d, key.kind))
         })
         .collect();
     let all = [

@@ -77,17 +77,9 @@ pub enum Error {
         /// What is missing.
         message: String,
     },
-    /// An invalid tokenizer file.
+    /// An invalid tokenizer file, or `ft.json`.
     #[error("{}: {message}", path.display())]
     Tokenizer {
-        /// Path of the file.
-        path: PathBuf,
-        /// The problem and a remedy.
-        message: String,
-    },
-    /// An invalid `ft.json`.
-    #[error("{}: {message}", path.display())]
-    PromptConfig {
         /// Path of the file.
         path: PathBuf,
         /// The problem and a remedy.
@@ -147,8 +139,7 @@ const PLACES: usize = 4;
 /// The message of a bad row: its problem, further rows, and the key that leaves bad rows out.
 fn bad_row(place: &Location, problem: &Problem, more: &Others) -> String {
     let text = problem.to_string();
-    let (what, hints) =
-        text.split_once('\n').map_or((text.as_str(), None), |(what, hints)| (what, Some(hints)));
+    let (what, hints) = text.split_at(text.find('\n').unwrap_or(text.len()));
     let mut out = format!("{place}: {what}");
     if more.count > 0 {
         let rows = if more.count == 1 { "1 more row".into() } else { format!("{} more rows", more.count) };
@@ -156,9 +147,7 @@ fn bad_row(place: &Location, problem: &Problem, more: &Others) -> String {
         let and = if more.count > places.len() { ", ..." } else { "" };
         out += &format!("\n  and {rows} like it: {}{and}", places.join(", "));
     }
-    if let Some(hints) = hints {
-        out += &format!("\n{hints}");
-    }
+    out += hints;
     if matches!(problem, Problem::Bad(_) | Problem::EmptyMask(_)) {
         out += "\n  hint: data.on_bad_row = \"skip\" leaves such rows out, and counts them";
     }
@@ -263,10 +252,7 @@ impl Failure for Error {
             | Error::LeftOut { .. }
             | Error::Empty { .. }
             | Error::TooLong(_) => ExitCode::Data,
-            Error::Tokenizer { .. }
-            | Error::PromptConfig { .. }
-            | Error::ModelLacks(_)
-            | Error::Template { .. } => ExitCode::Model,
+            Error::Tokenizer { .. } | Error::ModelLacks(_) | Error::Template { .. } => ExitCode::Model,
         }
     }
 }

@@ -50,72 +50,41 @@ pub(super) fn choose(
     listed: &[(String, u64)],
     kind: Kind,
 ) -> Result<Vec<String>, Error> {
-    let listing = Listing { repository, listed };
-    let wanted = match kind {
-        Kind::Adapter => listing.adapter()?,
-        Kind::Model(want) => listing.model(want)?,
+    let has = |file: &str| listed.iter().any(|(name, _)| name == file);
+    let pickle = listed.iter().map(|(name, _)| name).find(|name| is_pickle_name(name));
+    let no_weights = |file: &str, hint: &str| match pickle {
+        Some(pickle) => Error::PickleOnly { place: repository.id(), file: pickle.clone() },
+        None => repository.no_file(file, hint),
     };
-    Ok(wanted.into_iter().map(str::to_string).collect())
-}
-
-/// The files of a repository.
-struct Listing<'a> {
-    repository: &'a Repository,
-    /// Names and sizes.
-    listed: &'a [(String, u64)],
-}
-
-impl Listing<'_> {
-    fn has(&self, file: &str) -> bool {
-        self.listed.iter().any(|(name, _)| name == file)
-    }
-
-    /// The error for a missing file. If the weights `file` are missing, and a pickle is there, names the
-    /// pickle.
-    fn missing(&self, file: &str, weights: bool, hint: impl Into<String>) -> Error {
-        let pickle = self.listed.iter().map(|(name, _)| name).find(|name| weights && is_pickle_name(name));
-        let id = self.repository.id();
-        match pickle {
-            Some(file) => Error::PickleOnly { place: id, file: file.clone() },
-            None => Error::NoHubFile {
-                id,
-                revision: self.repository.revision.clone(),
-                file: file.to_string(),
-                hint: hint.into(),
-            },
+    let mut wanted = match kind {
+        Kind::Adapter => {
+            let hint = if has(CONFIG) { "; it has config.json: a model, not an adapter" } else { "" };
+            let [config, weights] = ADAPTER;
+            if !has(config) {
+                return Err(repository.no_file(config, hint));
+            }
+            if !has(weights) {
+                return Err(no_weights(weights, hint));
+            }
+            ADAPTER.to_vec()
         }
-    }
-
-    fn optional(&self, kind: Kind) -> impl Iterator<Item = &'static str> {
-        optional(kind).into_iter().filter(move |f| self.has(f))
-    }
-
-    fn adapter(&self) -> Result<Vec<&'static str>, Error> {
-        if let Some(file) = ADAPTER.into_iter().find(|f| !self.has(f)) {
-            let hint = if self.has(CONFIG) { "; it has config.json: a model, not an adapter" } else { "" };
-            return Err(self.missing(file, file == ADAPTER[1], hint));
-        }
-        Ok(ADAPTER.into_iter().chain(self.optional(Kind::Adapter)).collect())
-    }
-
-    fn model(&self, want: Want) -> Result<Vec<&'static str>, Error> {
-        if !self.has(CONFIG) {
-            let hint = if self.has(ADAPTER[0]) {
+        Kind::Model(_) if has(CONFIG) => vec![CONFIG],
+        Kind::Model(_) => {
+            let hint = if has(ADAPTER[0]) {
                 "; it has adapter_config.json: an adapter, for lora.init"
-            } else if self.listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
+            } else if listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
                 "; it has GGUF files: use the safetensors release of the model"
             } else {
                 ""
             };
-            return Err(self.missing(CONFIG, false, hint));
+            return Err(repository.no_file(CONFIG, hint));
         }
-        let mut wanted = vec![CONFIG];
-        wanted.extend(self.optional(Kind::Model(want)));
-        if want >= Want::Weights {
-            // Only one of the two: some repositories contain the same weights twice.
-            let weights = [SINGLE, INDEX].into_iter().find(|f| self.has(f));
-            wanted.push(weights.ok_or_else(|| self.missing(SINGLE, true, format!(" (nor {INDEX})")))?);
-        }
-        Ok(wanted)
+    };
+    wanted.extend(optional(kind).into_iter().filter(|file| has(file)));
+    if kind == Kind::Model(Want::Weights) {
+        // Only one of the two: some repositories contain the same weights twice.
+        let weights = [SINGLE, INDEX].into_iter().find(|file| has(file));
+        wanted.push(weights.ok_or_else(|| no_weights(SINGLE, &format!(" (nor {INDEX})")))?);
     }
+    Ok(wanted.into_iter().map(str::to_string).collect())
 }

@@ -72,7 +72,7 @@ pub fn fetch_dataset_with(
         },
     };
     if settings.offline {
-        return cached()?.ok_or_else(|| not_cached(settings, &repository, "a file of rows"));
+        return cached()?.ok_or_else(|| repository.not_cached(settings, "a file of rows".into()));
     }
     if is_commit(name.revision)
         && known.is_some()
@@ -97,16 +97,6 @@ pub fn fetch_dataset_with(
             _ => Err(e),
         },
         Err(e) => Err(e),
-    }
-}
-
-fn not_cached(settings: &Settings, repository: &Repository, file: &str) -> Error {
-    Error::NotCached {
-        id: repository.id(),
-        revision: repository.revision.clone(),
-        file: file.into(),
-        option: " --repo-type dataset",
-        cache: settings.cache.clone(),
     }
 }
 
@@ -156,7 +146,7 @@ fn downloaded(
         e => e,
     })?;
     if let Some(shard) = missing_shard(&layout.files, &chosen) {
-        return Err(not_cached(settings, repository, &shard));
+        return Err(repository.not_cached(settings, shard));
     }
     let note = format!(
         "using the files of {} in the cache, at commit {}: whether these are all cannot be known offline",
@@ -234,35 +224,30 @@ fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Re
     let fail = |message: String| Error::NoSuchPart { id: repository.id(), message };
     let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_data(n)).collect();
     let (configs, default) = configs(&layout.configs, &data).map_err(fail)?;
-    let names = || configs.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-    let splits = match name.config {
-        Some(config) => configs
-            .get(config)
-            .ok_or_else(|| fail(format!("it has no config {config:?}\nhint: it has {}", names())))?,
-        None => match (configs.get(&default), configs.len()) {
-            (Some(default), _) => default,
-            (None, 1) => configs.values().next().ok_or_else(|| fail(String::new()))?,
-            _ => return Err(fail(format!("it has several configs\nhint: config = one of {}", names()))),
-        },
-    };
-    let names = || splits.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-    let files = match (name.split, splits.len()) {
-        (Some(split), _) => splits
-            .get(split)
-            .ok_or_else(|| fail(format!("it has no split {split:?}\nhint: it has {}", names())))?,
-        (None, 1) => splits.values().next().ok_or_else(|| fail(String::new()))?,
-        (None, 0) => {
-            return Err(fail(
-                "it has no files that hold rows (a script may build it)\nhint: download its rows, and name the files"
-                    .into(),
-            ));
-        }
-        (None, _) => return Err(fail(format!("it has several splits\nhint: split = one of {}", names()))),
-    };
-    let mut files = files.clone();
+    let default = Some(default.as_str()).filter(|name| configs.contains_key(*name));
+    let splits = part(&configs, "config", name.config.or(default)).map_err(fail)?;
+    if name.split.is_none() && splits.is_empty() {
+        return Err(fail(
+            "it has no files that hold rows (a script may build it)\nhint: download its rows, and name the files"
+                .into(),
+        ));
+    }
+    let mut files = part(splits, "split", name.split).map_err(fail)?.clone();
     files.sort();
     files.dedup();
     Ok(files)
+}
+
+/// The part `name` of a dataset, else its only one; `kind` is the recipe's key.
+fn part<'a, T>(all: &'a BTreeMap<String, T>, kind: &str, name: Option<&str>) -> Result<&'a T, String> {
+    let names = || all.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    match (name, all.first_key_value()) {
+        (Some(name), _) => {
+            all.get(name).ok_or_else(|| format!("it has no {kind} {name:?}\nhint: it has {}", names()))
+        }
+        (None, Some((_, only))) if all.len() == 1 => Ok(only),
+        (None, _) => Err(format!("it has several {kind}s\nhint: {kind} = one of {}", names())),
+    }
 }
 
 /// Whether a repository file may contain rows. Paths become cache paths, so unusual ones are ignored.

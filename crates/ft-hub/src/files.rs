@@ -67,13 +67,26 @@ impl Repository {
         Self { kind: "datasets", ..self }
     }
 
-    #[cfg(feature = "hub")]
     pub(super) fn is_dataset(&self) -> bool {
         self.kind == "datasets"
     }
 
     pub(super) fn id(&self) -> String {
         format!("{}/{}", self.owner, self.name)
+    }
+
+    /// The error for a file that the cache lacks offline.
+    pub(super) fn not_cached(&self, settings: &Settings, file: String) -> Error {
+        let option = if self.is_dataset() { " --repo-type dataset" } else { "" };
+        let (id, revision, cache) = (self.id(), self.revision.clone(), settings.cache.clone());
+        Error::NotCached { id, revision, file, option, cache }
+    }
+
+    /// The error for a file that the hub lacks.
+    #[cfg(feature = "hub")]
+    pub(super) fn no_file(&self, file: &str, hint: impl Into<String>) -> Error {
+        let (id, revision) = (self.id(), self.revision.clone());
+        Error::NoHubFile { id, revision, file: file.into(), hint: hint.into() }
     }
 
     /// Cache folder of the repository.

@@ -128,13 +128,7 @@ fn from_hub(
     if settings.offline {
         return match cached {
             Ok((dir, commit)) => Ok(found(dir, commit, Vec::new())),
-            Err(file) => Err(Error::NotCached {
-                id: repository.id(),
-                revision: revision.to_string(),
-                file,
-                option: "",
-                cache: settings.cache.clone(),
-            }),
+            Err(file) => Err(repository.not_cached(settings, file)),
         };
     }
     match (download(settings, &repository, kind, progress), cached) {

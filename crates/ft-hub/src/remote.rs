@@ -219,12 +219,7 @@ impl<'a> Remote<'a> {
         let mut lacking = Vec::new();
         for file in wanted {
             let Some((_, size)) = listed.iter().find(|(name, _)| name == file) else {
-                return Err(Error::NoHubFile {
-                    id: self.repository.id(),
-                    revision: self.repository.revision.clone(),
-                    file: file.clone(),
-                    hint: format!(", which {INDEX} names"),
-                });
+                return Err(self.repository.no_file(file, format!(", which {INDEX} names")));
             };
             match size_of(&dir.join(file)) {
                 Some(got) if got == *size => continue,
@@ -353,12 +348,7 @@ impl<'a> Remote<'a> {
                 let revision = revision.filter(|_| code.as_deref() != Some("RepoNotFound"));
                 Error::NotFound { id, endpoint, revision }
             }
-            HFError::EntryNotFound { path, .. } => Error::NoHubFile {
-                id,
-                revision: self.repository.revision.clone(),
-                file: path,
-                hint: String::new(),
-            },
+            HFError::EntryNotFound { path, .. } => self.repository.no_file(&path, ""),
             HFError::AuthRequired { context }
             | HFError::Forbidden { context }
             | HFError::RateLimited { context, .. }
@@ -421,17 +411,11 @@ fn scrub(settings: &Settings, text: &str) -> String {
     if let Some(user) = user_of(&settings.endpoint) {
         text = text.replace(user, "");
     }
-    let mut out = String::with_capacity(text.len());
-    for (i, word) in text.split(' ').enumerate() {
-        if i > 0 {
-            out.push(' ');
-        }
-        match word.split_once('?') {
-            Some((address, _)) if address.contains("://") => out.push_str(address),
-            _ => out.push_str(word),
-        }
-    }
-    out
+    let words = text.split(' ').map(|word| match word.split_once('?') {
+        Some((address, _)) if address.contains("://") => address,
+        _ => word,
+    });
+    words.collect::<Vec<_>>().join(" ")
 }
 
 /// The `user:password@` part of a URL.

@@ -16,6 +16,11 @@ pub fn composed<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     threads.build().expect("threads").install(f)
 }
 
+/// Runs `f` on a pool of `threads` threads.
+pub fn on<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
+}
+
 /// Whether the current thread runs inside [`composed`].
 pub fn is_composed() -> bool {
     COMPOSED.get()

@@ -139,11 +139,8 @@ pub(crate) fn unsuited(recipe: &Recipe, config: &Config) -> Option<Unsuited> {
     Some(Unsuited { key, value: Some(value.to_string()), why, hint: "leave it out" })
 }
 
-/// Refuses products of 8-bit floats on a machine without them, and where no product is one.
-///
-/// # Errors
-/// `memory.products = "fp8"` on the CPU, on a card before compute capability 8.9, in another dtype, or with no frozen
-/// matrix that takes part.
+/// Refuses products of 8-bit floats on the CPU, on a card before compute capability 8.9, in another dtype than bf16,
+/// and with no frozen matrix in them.
 fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) -> Result<(), Error> {
     if recipe.memory.products != Products::Fp8 {
         return Ok(());
@@ -187,9 +184,6 @@ pub(crate) fn products(recipe: &Recipe, selection: &Selection, machine: Machine)
 }
 
 /// Refuses matrices that do not divide over the ranks that cut them.
-///
-/// # Errors
-/// `parallel.tensor` above 1 with another number of heads or width.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
@@ -234,9 +228,6 @@ pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
 }
 
 /// Refuses DoRA where ranks cut matrices: its norms are of whole rows.
-///
-/// # Errors
-/// A module with DoRA and `parallel.tensor` above 1.
 fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
     let dora = |(_, choice): &(Module, Choice)| matches!(choice, Choice::Lora { spec, .. } if spec.dora);
     match selection.modules.iter().find(|m| dora(m)) {
@@ -250,9 +241,6 @@ fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
 }
 
 /// Refuses 8-bit moments in blocks that the cuts of matrices would divide.
-///
-/// # Errors
-/// `parallel.tensor` above 1 with 8-bit states, and a large tensor with a cut within a block.
 fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
     let ranks = recipe.parallel.tensor;
     if ranks == 1 || !recipe.optimizer.name.eight_bit() {
@@ -274,9 +262,6 @@ fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
 }
 
 /// Refuses ranks that the experts of the model do not divide by.
-///
-/// # Errors
-/// A model without experts; a number of experts not divisible by the ranks.
 fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
     let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));
@@ -295,10 +280,7 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// Refuses stages that do not divide the layers of the model.
-///
-/// # Errors
-/// More stages than layers; `parallel.stages` of another number of layers.
+/// Refuses more stages than layers, and `parallel.stages` of another number of layers.
 fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (p, layers) = (&recipe.parallel, config.layers);
     if partition(config, p.pipeline, &p.stages).is_some() {

@@ -18,11 +18,8 @@ const PLENTY: Capacity<'static> = Capacity {
     host: Some(1 << 50),
     shared: Some(1 << 40),
     volume: &|_| Some(host::Volume { id: 1, free: 1 << 50 }),
-    replaced: &|_| 0,
+    ..Capacity::UNKNOWN
 };
-
-/// A machine of which nothing is known.
-const UNKNOWN: Capacity<'static> = Capacity { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
 
 const BASE: &str = "[model]\nsource = \"SOURCE\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
 
@@ -246,7 +243,7 @@ fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
         let (p, stay) = (with.at(budget), without.at(budget));
         assert!(p.fits() && p.work.total() <= 1.01 * last, "{step}");
         last = p.work.total();
-        let (text, choice) = (p.details(1, None), p.choices_json()["inputs"].clone());
+        let (text, choice) = (p.details(None), p.choices_json()["inputs"].clone());
         assert!(choice["reason"].as_str().is_some_and(|r| !r.is_empty()), "{choice}");
         if p.execution.inputs.on_host {
             moved += 1;
@@ -331,7 +328,7 @@ fn choices_are_those_of_an_exhaustive_search() -> anyhow::Result<()> {
     assert!(frozen(None)? < frozen(large)?);
     // every choice has a reason
     let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
-    let (json, text) = (p.json(1, None), p.details(1, None));
+    let (json, text) = (p.json(None), p.details(None));
     for key in ["micro_rows", "recompute", "dequantize", "head_rows"] {
         let c = &json["choices"][key];
         let reason = c["reason"].as_str().unwrap_or_default();
@@ -353,7 +350,7 @@ fn a_share_of_the_gpu_budget_stays_free() -> anyhow::Result<()> {
         let Some((wanted, left)) = p.kept_back() else { anyhow::bail!("no budget") };
         assert_eq!((wanted, left), (budget / 25, budget - p.total()));
         assert!(p.fits_device() && (left >= wanted || p.total() == least.total()), "{budget}: {left}");
-        assert_eq!(p.details(1, None).contains("less than the"), left < wanted);
+        assert_eq!(p.details(None).contains("less than the"), left < wanted);
         chosen += usize::from(p.execution.recompute.all < least.walked);
     }
     assert!(chosen > 10, "{chosen}");
@@ -407,7 +404,7 @@ fn cuda_takes_host_memory() -> anyhow::Result<()> {
         let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &[], cuda)?;
         let libraries = p.space.host.iter().find(|(k, _)| *k == "cuda_libraries").map(|(_, b)| *b);
         assert_eq!(libraries.is_some_and(|b| b > 1 << 30), cuda);
-        assert_eq!(p.details(1, None).contains("pytorch issue"), cuda);
+        assert_eq!(p.details(None).contains("pytorch issue"), cuda);
     }
     Ok(())
 }
@@ -426,7 +423,7 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
         assert_eq!(reserve > 0, some, "{source}: {reserve}");
         // experts / top-k times one expert's rows are a small part of the total
         assert!(p.engine() + reserve < p.total() && reserve < p.total() / 10, "{source}: {reserve}");
-        let said = p.details(1, None);
+        let said = p.details(None);
         assert!(said.contains("\nrouting  "), "{said}");
         assert_eq!(said.contains("(the routing reserve)"), some, "{said}");
     }
@@ -468,7 +465,7 @@ fn hints_name_one_card_before_many() -> anyhow::Result<()> {
     ] {
         let set = ["run.device=cuda".into(), format!("memory.budget={budget}")];
         let recipe = Recipe::load_for_plan(&root.join(format!("{name}.toml")), &set)?;
-        let (p, _) = of_recipe_in(&recipe, true, &UNKNOWN)?;
+        let (p, _) = of_recipe_in(&recipe, true, &Capacity::UNKNOWN)?;
         let hints: Vec<&str> = p.hints.iter().map(|h| h.text.as_str()).collect();
         let (Some(at), more) = (
             hints.iter().position(|h| h.starts_with(says)),

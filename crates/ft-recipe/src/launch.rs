@@ -66,12 +66,15 @@ impl Launch {
 
     fn detect(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
         let env = Environment(said);
-        // If all ranks are on this machine, none but this machine can reach them.
-        let launch = |ranks: Ranks, rendezvous| match rendezvous {
-            Rendezvous::At(_, port) if env.of_machine() == Some(ranks.world) => {
-                Ok(Some(ranks.rendezvous(Rendezvous::At(Self::LOOPBACK.into(), port))))
-            }
-            rendezvous => Ok(Some(ranks.rendezvous(rendezvous))),
+        let launch = |Ranks { rank, world, local }, rendezvous| {
+            let rendezvous = match rendezvous {
+                // If all ranks are on this machine, none but this machine can reach them.
+                Rendezvous::At(_, port) if env.of_machine() == Some(world) => {
+                    Rendezvous::At(Self::LOOPBACK.into(), port)
+                }
+                other => other,
+            };
+            Ok(Some(Self { rank, world, local, rendezvous }))
         };
         let by_rank = env.ranks("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
         if let (Some(ranks), Some(rendezvous)) = (by_rank, env.torchrun()) {
@@ -117,12 +120,6 @@ struct Ranks {
     rank: usize,
     world: usize,
     local: Option<usize>,
-}
-
-impl Ranks {
-    fn rendezvous(self, rendezvous: Rendezvous) -> Launch {
-        Launch { rank: self.rank, world: self.world, local: self.local, rendezvous }
-    }
 }
 
 /// Environment variables, by name.

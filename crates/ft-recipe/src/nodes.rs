@@ -100,9 +100,11 @@ impl Start {
 
 /// The refusal of processes that are not as many as the ranks of the recipe.
 fn uneven(ranks: usize, count: usize, local: usize, by_key: bool, nodes: Option<&Nodes>) -> Refused {
-    let place = match nodes.filter(|_| count > 1) {
-        Some(nodes) => format!("{}={count}", nodes.variable),
-        None => "one machine".into(),
+    let (place, alone) = match nodes.filter(|_| count > 1) {
+        Some(Nodes { variable, .. }) => {
+            (format!("{variable}={count}"), format!(", or unset {variable} to train alone"))
+        }
+        None => ("one machine".into(), String::new()),
     };
     let plural = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "es" });
     let has = if ranks == 1 { "1 rank".into() } else { format!("{ranks} ranks") };
@@ -110,10 +112,6 @@ fn uneven(ranks: usize, count: usize, local: usize, by_key: bool, nodes: Option<
         (true, true) => format!("parallel.local={}", ranks / count),
         (_, true) => format!("parallel.local={}, or parallel.data={}", ranks / count, local * count),
         (_, false) => format!("parallel.data={}", local.max(1) * count),
-    };
-    let alone = match nodes.filter(|_| count > 1) {
-        Some(nodes) => format!(", or unset {} to train alone", nodes.variable),
-        None => String::new(),
     };
     let why = format!(
         "the recipe has {has}, and {place} has {}\n  hint: {hint}{alone}",

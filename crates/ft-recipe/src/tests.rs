@@ -21,9 +21,13 @@ source = "d.jsonl"
 format = "messages"
 "#;
 
-fn small(overrides: &[&str]) -> Result<Recipe, Error> {
+fn parse(text: &str, file: &str, overrides: &[&str]) -> Result<Recipe, Error> {
     let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
-    Recipe::parse(SMALL, "dir/small.toml", &overrides)
+    Recipe::parse(text, file, &overrides)
+}
+
+fn small(overrides: &[&str]) -> Result<Recipe, Error> {
+    parse(SMALL, "dir/small.toml", overrides)
 }
 
 fn ok(overrides: &[&str]) -> Recipe {
@@ -35,6 +39,18 @@ fn message(overrides: &[&str]) -> String {
         Ok(_) => panic!("{overrides:?} was accepted"),
         Err(e) => e.to_string(),
     }
+}
+
+/// The TOML files of a folder of the repository, by name.
+fn recipes_in(folder: &str) -> Vec<PathBuf> {
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(folder);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.extension().is_some_and(|e| e == "toml"))
+        .collect();
+    files.sort();
+    files
 }
 
 /// All defaults, by name.
@@ -54,14 +70,7 @@ fn a_minimal_recipe_gets_all_defaults() {
 /// snapshot.
 #[test]
 fn broken_recipes_are_refused_with_line_and_column() {
-    let folder =
-        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
-    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
-        .unwrap()
-        .map(|e| e.unwrap().path())
-        .filter(|p| p.extension().is_some_and(|e| e == "toml"))
-        .collect();
-    files.sort();
+    let files = recipes_in("tests/fixtures/broken-recipes");
     assert_eq!(files.len(), BROKEN, "the corpus lost or won a recipe");
     let mut all = String::new();
     for file in &files {
@@ -96,13 +105,10 @@ fn one_mistake_one_message() {
         "empty",
         "train-target-modules",
     ];
-    let folder =
-        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
     let mut seen = 0;
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    for path in recipes_in("tests/fixtures/broken-recipes") {
         let stem = path.file_stem().unwrap().to_string_lossy().into_owned();
-        if path.extension().is_some_and(|e| e == "toml") && !several.contains(&stem.as_str()) {
+        if !several.contains(&stem.as_str()) {
             let error = Recipe::load(&path, &[]).unwrap_err();
             seen += 1;
             assert_eq!(error.problems().len(), 1, "{stem}: {error}");
@@ -113,11 +119,8 @@ fn one_mistake_one_message() {
 
 #[test]
 fn shipped_recipes_are_good_and_all_listed() {
-    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes");
-    let in_folder: BTreeSet<String> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|e| e.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|e| e == "toml"))
+    let in_folder: BTreeSet<String> = recipes_in("recipes")
+        .iter()
         .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
         .collect();
     let listed: BTreeSet<String> = SHIPPED.iter().map(|s| s.name.to_string()).collect();
@@ -165,8 +168,7 @@ fn overrides_win_over_the_file() {
 fn epochs_on_the_command_line_win_over_steps_in_the_file() {
     let text = format!("{SMALL}[run]\nsteps = 5\n[optimizer]\nwarmup_ratio = 0.1\n");
     let length = |o: &[&str]| {
-        let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
-        let r = Recipe::parse(&text, "x.toml", &o).unwrap_or_else(|e| panic!("{e}"));
+        let r = parse(&text, "x.toml", o).unwrap_or_else(|e| panic!("{e}"));
         (r.run.length(), r.optimizer.warmup(40))
     };
     assert_eq!(length(&[]), (Length::Steps(5), 4));
@@ -525,26 +527,25 @@ fn rules_take_unset_keys_from_the_lora_table() {
 fn table_writer_schema_and_checks_have_the_same_keys() {
     let mut table = BTreeSet::new();
     let mut defaults = 0;
-    each_key(&mut |path, key| {
+    for (path, key) in all_keys() {
         if !matches!(key.kind, Kind::Table(_) | Kind::Tables(_)) {
             table.insert(path.to_string());
         }
         if let Unset::Toml(text) = key.default {
             let node = parse_value(text).unwrap_or_else(|| panic!("{path}: {text}"));
             // A default is accepted when written out.
-            let required = ["train", "data"].contains(&path) || matches!(key.kind, Kind::Tables(_));
+            let required = ["train", "data"].contains(&path.as_str()) || matches!(key.kind, Kind::Tables(_));
             if !required && !path.starts_with("data.eval") {
                 small(&[&format!("{path}={}", node.value)]).unwrap_or_else(|e| panic!("{path}: {e}"));
                 defaults += 1;
             }
         }
-    });
+    }
     assert!(table.len() > 80 && defaults > 50, "{} {defaults}", table.len());
 
     let text = format!("{SMALL}[[data.eval]]\nsource = \"e\"\nformat = \"messages\"\n");
     let written = |o: &[&str]| -> BTreeSet<String> {
-        let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
-        let recipe = Recipe::parse(&text, "x.toml", &o).unwrap_or_else(|e| panic!("{e}"));
+        let recipe = parse(&text, "x.toml", o).unwrap_or_else(|e| panic!("{e}"));
         recipe.blocks().iter().flat_map(|b| b.paths()).collect()
     };
     let mut writer = written(&[]);
@@ -698,8 +699,7 @@ fn candle_is_no_dependency() {
 fn a_layout_can_be_left_to_the_plan() {
     let text = |parallel: &str| format!("{parallel}\n{SMALL}");
     let auto = |parallel: &str, set: &[&str]| {
-        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-        Recipe::parse(&text(parallel), "r.toml", &set).map(|r| (r.auto_layout, r.parallel.data))
+        parse(&text(parallel), "r.toml", set).map(|r| (r.auto_layout, r.parallel.data))
     };
     assert_eq!(auto("parallel = \"auto\"", &[]).expect("a recipe"), (true, 1));
     assert_eq!(auto("", &["parallel=auto"]).expect("a recipe"), (true, 1));

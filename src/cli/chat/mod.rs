@@ -2,9 +2,9 @@
 
 mod lines;
 
-use super::args::{LoadArgs, TemplateArgs, words};
+use super::args::TemplateArgs;
 use crate::infer::sampling::{GenerationConfig, Sampler, SamplingOptions};
-use crate::infer::{ContextLimit, ModelFiles, Prompter, device, usage};
+use crate::infer::{ContextLimit, LoadOptions, ModelFiles, Prompter, device, usage, words};
 use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
 use ft_engine::walk::generate::{self, Reader, Writer};
@@ -17,9 +17,8 @@ use std::slice;
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a
-    /// checkpoint), or
-    /// a hub id
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint),
+    /// or a hub id
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -31,7 +30,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     #[command(flatten)]
-    sampling: SamplingArgs,
+    sampling: SamplingOptions,
     /// Most tokens of a reply
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
@@ -39,37 +38,16 @@ pub struct Args {
     #[arg(long, default_value = "auto", value_parser = device::parse)]
     device: String,
     #[command(flatten)]
-    load: LoadArgs,
+    load: LoadOptions,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template.
     /// With alpaca and text, each prompt stands alone
-    #[arg(long, value_parser = words(PromptFormat::WORDS))]
-    form: Option<String>,
+    #[arg(long, value_parser = words(PromptFormat::WORDS, PromptFormat::from_word))]
+    form: Option<PromptFormat>,
     /// Continue each prompt as it is, the same as --form text
     #[arg(long, conflicts_with = "form")]
     raw: bool,
     #[command(flatten)]
     template: TemplateArgs,
-}
-
-/// How tokens are drawn.
-#[derive(Clone, Copy, Debug, clap::Args)]
-struct SamplingArgs {
-    /// Sampling temperature; 0 is greedy. Default: the model's own, else 0, or 1 with --top-p or --top-k
-    #[arg(long, value_name = "X")]
-    temperature: Option<f64>,
-    /// Nucleus sampling: draw from the most likely tokens whose probabilities add up to P
-    #[arg(long, value_name = "P")]
-    top_p: Option<f64>,
-    /// Draw from the K most likely tokens
-    #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
-    /// Penalty of tokens that have occurred in prompt or reply: divides positive logits, multiplies negative ones; 1
-    /// for none. Default: the model's own
-    #[arg(long, value_name = "X")]
-    repetition_penalty: Option<f32>,
-    /// Seed of the sampling
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
 }
 
 /// Answers one prompt, or every line of stdin until the end or `/exit`.
@@ -88,10 +66,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             "{source}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
         )));
     }
-    let SamplingArgs { temperature, top_p, top_k, repetition_penalty, seed } = args.sampling;
-    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed };
-    let mut sampler = options.sampler(&GenerationConfig::read(&files.model.dir)?)?;
-    let (decoders, context) = files.load(args.load.options(), slice::from_ref(&device))?;
+    let mut sampler = args.sampling.sampler(&GenerationConfig::read(&files.model.dir)?)?;
+    let (decoders, context) = files.load(args.load, slice::from_ref(&device))?;
     // removes a converted checkpoint, which an end by Ctrl-C would leave
     drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
@@ -214,11 +190,7 @@ impl Writer for Speech<'_> {
 
 /// Prompt form: from the options, or from the training.
 fn form(args: &Args, trained: Option<&PromptConfig>) -> ft_base::Result<PromptFormat> {
-    let named = if args.raw {
-        Some(PromptFormat::Text)
-    } else {
-        args.form.as_deref().and_then(PromptFormat::from_word)
-    };
+    let named = if args.raw { Some(PromptFormat::Text) } else { args.form };
     let TemplateArgs { chat_template, template } = &args.template;
     let options = [("--chat-template", chat_template.is_some()), ("--template", !template.is_empty())];
     let chat_option = options.into_iter().find(|o| o.1).map(|o| o.0);

@@ -1,17 +1,15 @@
 //! `ft export`: an adapter or a model in another program's format.
 
-use super::gguf::{self, GgufOptions};
-use crate::cli::args::words;
+use super::gguf;
 use crate::cli::console::print;
 use crate::infer::base::{base_of, open_adapter, quantized, refuse_scores};
-use crate::infer::{Source, usage};
+use crate::infer::{Source, usage, words};
 use crate::train::{self, compare, logits_apart};
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
-use ft_engine::adapters::Adapter;
-use ft_engine::adapters::{self, Choice, Selection};
+use ft_engine::adapters::{self, Adapter, Choice, Selection};
 use ft_engine::export::{Export, Target, read_fused};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -44,11 +42,11 @@ pub struct Args {
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
     /// Quantization of the base in the comparison; by default that of the adapter's run
-    #[arg(long, value_parser = words(Quantize::WORDS))]
-    quantize: Option<String>,
+    #[arg(long, value_parser = words(Quantize::WORDS, Quantize::from_word))]
+    quantize: Option<Quantize>,
     /// With --to gguf: dtype of the matrices; by default the model's own, of an adapter f32
-    #[arg(long, value_parser = words(Dtype::WORDS))]
-    dtype: Option<String>,
+    #[arg(long, value_parser = words(Dtype::WORDS, Dtype::from_word))]
+    dtype: Option<Dtype>,
     /// With --to gguf: llama.cpp's name of the tokenizer's way to split texts, where ft does not know it
     #[arg(long, value_name = "NAME")]
     pre: Option<String>,
@@ -76,16 +74,12 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         if args.quantize.is_some() {
             return Err(usage("--quantize: the file is not compared with a base"));
         }
-        return gguf::run(&GgufOptions {
-            source: &args.adapter,
-            out: &args.out,
-            base: args.base.as_deref(),
-            dtype: args.dtype.as_deref(),
-            pre: args.pre.as_deref(),
-        });
+        let (base, pre) = (args.base.as_deref(), args.pre.as_deref());
+        return gguf::run(&args.adapter, &args.out, base, args.dtype, pre);
     }
-    if let Some(option) = [("--dtype", &args.dtype), ("--pre", &args.pre)].iter().find(|o| o.1.is_some()) {
-        return Err(usage(format!("{}: belongs to --to gguf", option.0)));
+    let of_gguf = [("--dtype", args.dtype.is_some()), ("--pre", args.pre.is_some())];
+    if let Some((option, _)) = of_gguf.iter().find(|(_, given)| *given) {
+        return Err(usage(format!("{option}: belongs to --to gguf")));
     }
     let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
     let new = AtomicFolder::begin_named(&args.out)?;
@@ -97,8 +91,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
     refuse_scores(&config)?;
     let selection = adapter.selection(&config)?;
-    let quantize = args.quantize.as_deref().and_then(Quantize::from_word);
-    let nf4 = quantized(quantize, Some(&adapter), &config)?;
+    let nf4 = quantized(args.quantize, Some(&adapter), &config)?;
     let base = Base::open(config, &model.dir)?.in_nf4(nf4);
     compare::fits(&base, &selection, "comparing the export with the adapter")?;
     if let Some(files) = base.files() {
@@ -146,9 +139,8 @@ fn notes(target: Target, to: &str, config: &Config, selection: &Selection) {
         selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
     if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
         warn(
-            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless \
-            experts are left \
-             out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
+            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are \
+             left out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
         );
     }
 }

@@ -16,31 +16,27 @@ use ft_recipe::Dtype;
 use serde_json::Map;
 use std::path::Path;
 
-/// Options of the export.
-pub(super) struct GgufOptions<'a> {
-    /// Folder or hub id of an adapter or a model.
-    pub source: &'a str,
-    pub out: &'a Path,
-    pub base: Option<&'a str>,
-    pub dtype: Option<&'a str>,
-    pub pre: Option<&'a str>,
-}
-
 /// Writes `adapter.gguf` or `model.gguf` into a new folder, reads the header back, and prints the file.
 ///
 /// # Errors
 /// A missing source; features unsupported by llama.cpp; a nonempty folder.
-pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
-    let new = AtomicFolder::begin_named(args.out)?;
+pub(super) fn run(
+    named: &str,
+    out: &Path,
+    base: Option<&str>,
+    dtype: Option<Dtype>,
+    pre: Option<&str>,
+) -> ft_base::Result<()> {
+    let new = AtomicFolder::begin_named(out)?;
     new.refuse_occupied("another folder")?;
-    let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));
-    let source = Source::find(args.source)?;
+    let dtype = dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
+    let source = Source::find(named)?;
     let name = match find_adapter(&source.name)? {
         Some(adapter) => {
-            if args.pre.is_some() {
+            if pre.is_some() {
                 return Err(usage("--pre: an adapter's file has no tokenizer"));
             }
-            let model = base_of(&adapter, args.base, Want::Config)?;
+            let model = base_of(&adapter, base, Want::Config)?;
             let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
             refuse_scores(&config)?;
             let selection = adapter.selection(&config)?;
@@ -52,16 +48,16 @@ pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
         }
         None => {
             let model = fetch_model(&source.name, "main", Want::Weights)?;
-            if args.base.is_some() {
-                return Err(usage(format!("--base: {} is a whole model", args.source)));
+            if base.is_some() {
+                return Err(usage(format!("--base: {named} is a whole model")));
             }
             let name = "model.gguf";
-            write_model(&model, dtype, args.pre, &new.path().join(name))?;
+            write_model(&model, dtype, pre, &new.path().join(name))?;
             name
         }
     };
     new.commit()?;
-    print(&format!("{}\n", args.out.join(name).display()))
+    print(&format!("{}\n", out.join(name).display()))
 }
 
 /// Writes a whole model, by default in the dtype of the embedding.

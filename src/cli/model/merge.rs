@@ -1,10 +1,9 @@
 //! `ft merge`: base and adapter as one model.
 
 use super::original::{original, same_folder};
-use crate::cli::args::words;
 use crate::cli::console::print;
 use crate::infer::base::{base_of, open_adapter};
-use crate::infer::{Source, usage};
+use crate::infer::{Source, usage, words};
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
 use ft_base::store::AtomicFolder;
@@ -32,8 +31,8 @@ pub struct Args {
     #[arg(long, default_value = "original", value_parser = ["original", "4bit"])]
     onto: String,
     /// Dtype of the merged weights; the base's by default
-    #[arg(long, value_parser = words(Dtype::WORDS))]
-    dtype: Option<String>,
+    #[arg(long, value_parser = words(Dtype::WORDS, Dtype::from_word))]
+    dtype: Option<Dtype>,
     /// Replace the model that is in --out; other files there stay
     #[arg(long)]
     overwrite: bool,
@@ -68,8 +67,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let out = &args.out;
     let new = output_folder(out, &[&dir, &model.dir, &adapter.dir], args.overwrite)?;
 
-    let dtype = args.dtype.as_deref().and_then(Dtype::from_word);
-    let dtype = dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
+    let dtype = args.dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
     let bar = bytes_bar("merging", base.bytes());
     let merging = Merging {
         dir: &dir,

@@ -2,12 +2,11 @@
 
 use crate::cli::console::print;
 use crate::infer::{Source, usage};
-use crate::report::{CARD, card, is_hub_id, is_untouched, text_of};
+use crate::report::{CARD, card, is_hub_id, is_untouched, json_of, text_of};
 use crate::train::output::{is_of_adapter, is_of_model};
 use ft_base::store;
 use ft_base::terminal::{tell, warn};
 use ft_hub::{Push, Settings};
-use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `ft push`.
@@ -130,13 +129,11 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
 
 /// Warns if an adapter names a local folder as base.
 fn warn_of_local_base(dir: &Path) {
-    let Ok(bytes) = store::read_inside(dir, "adapter_config.json", store::LARGEST) else { return };
-    let config: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    let config = json_of(dir, "adapter_config.json");
     if let Some(base) = config["base_model_name_or_path"].as_str().filter(|b| !is_hub_id(b)) {
         warn(&format!(
-            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will \
-            not find it\n  \
-             hint: put the base's hub id there (base_model_name_or_path)"
+            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will not find \
+             it\n  hint: put the base's hub id there (base_model_name_or_path)"
         ));
     }
 }

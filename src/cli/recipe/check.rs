@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Vec<Error> {
 pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Found, Vec<String>)) {
     let unsettled = sources::resolve(&settings, recipe, true);
     let rows = unsettled.is_empty();
-    let mut check = Check { recipe, settings, rows, errors: Vec::new(), unchecked: Vec::new() };
+    let mut check = Check { recipe, settings: &settings, rows, errors: Vec::new(), unchecked: Vec::new() };
     for e in unsettled {
         check.reach::<()>("the rows", Err(e));
     }
@@ -60,7 +60,7 @@ pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Foun
 /// State of a check.
 struct Check<'a> {
     recipe: &'a Recipe,
-    settings: Settings,
+    settings: &'a Settings,
     /// Whether all data sources were resolved.
     rows: bool,
     errors: Vec<Error>,
@@ -88,14 +88,12 @@ impl Check<'_> {
 
     fn all(&mut self) -> Found {
         let recipe = self.recipe;
-        let settings = self.settings.clone();
         let compute = self.machine().map(|cuda| (cuda, resolve::dtype(recipe.model.dtype, cuda)));
         let mut found = Found { compute, ..Found::default() };
-        let adapter_outcome = job::adapter(&settings, recipe, true);
-        let adapter = self.reach("the adapter", adapter_outcome).flatten();
+        let adapter = self.reach("the adapter", job::adapter(self.settings, recipe, true)).flatten();
         let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
 
-        self.model(&settings, &mut found);
+        self.model(&mut found);
         let facts = job::facts(recipe, compute, found.config.as_ref(), self.rows);
         recipe.warnings(facts).iter().for_each(|w| warn(w));
         let Some(config) = &found.config else {
@@ -108,7 +106,7 @@ impl Check<'_> {
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
-        let tokenizer = self.tokenizer(&settings, adapter.as_ref());
+        let tokenizer = self.tokenizer(adapter.as_ref());
         if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
             self.keep(job::token_rows(selection, config, tokenizer.as_ref()));
         }
@@ -119,7 +117,7 @@ impl Check<'_> {
             Some(tokenizer) if self.rows => self.data(&mut found, tokenizer.as_ref()),
             _ => self.sources(),
         }
-        self.weights(&settings, &mut found, adapter.as_ref());
+        self.weights(&mut found, adapter.as_ref());
         found
     }
 
@@ -149,39 +147,36 @@ impl Check<'_> {
     }
 
     /// Finds the model and its config.
-    fn model(&mut self, settings: &Settings, found: &mut Found) {
-        let model = job::model(settings, self.recipe, Want::Config, true);
+    fn model(&mut self, found: &mut Found) {
+        let model = job::model(self.settings, self.recipe, Want::Config, true);
         let known = self.keep(source::built_in(&self.recipe.model)).flatten();
         found.model = match known {
             Some(_) => self.reach("the model's files", model),
             None => self.keep(model),
         };
-        found.config = match (&found.model, known) {
+        let config = match (&found.model, known) {
             (Some(model), _) => self.keep(job::config(&model.dir, &self.recipe.model.overrides)),
             (None, known) => known.map(|(config, _)| config),
         };
-        let config = found.config.take();
         found.config = config.and_then(|c| self.keep(job::with_head(self.recipe, c.clone())).or(Some(c)));
     }
 
     /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has
     /// none.
-    fn tokenizer(&mut self, settings: &Settings, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
+    fn tokenizer(&mut self, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
         let recipe = self.recipe;
-        let model = job::model(settings, recipe, Want::Tokenizer, true);
+        let model = job::model(self.settings, recipe, Want::Tokenizer, true);
         let model = self.reach("tokenizer, chat template and rows", model)?;
         self.keep(job::tokenizer(recipe, &model.dir, adapter))
     }
 
     /// Without a tokenizer, checks only that the data files exist.
     fn sources(&mut self) {
-        let d = &self.recipe.data;
-        let sources = d.train.iter().chain(&d.eval);
+        let recipe = self.recipe;
+        let sources = recipe.data.train.iter().chain(&recipe.data.eval);
         let here = |s: &&Source| ft_data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
-        let problems =
-            sources.filter(here).filter_map(|s| ft_data::find(s, &|s| self.recipe.resolve(s)).err());
-        let problems: Vec<Error> = problems.map(Error::from).collect();
-        self.errors.extend(problems);
+        let find = |s| ft_data::find(s, &|s| recipe.resolve(s));
+        self.errors.extend(sources.filter(here).filter_map(|s| find(s).err()).map(Error::from));
     }
 
     fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
@@ -220,7 +215,7 @@ impl Check<'_> {
     }
 
     /// Checks names and shapes of the weights' tensors, if they are on this machine.
-    fn weights(&mut self, settings: &Settings, found: &mut Found, adapter: Option<&Adapter>) {
+    fn weights(&mut self, found: &mut Found, adapter: Option<&Adapter>) {
         let (Some(config), recipe) = (&found.config, self.recipe) else { return };
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
@@ -236,7 +231,7 @@ impl Check<'_> {
         if recipe.model.weights == Weights::Random {
             return;
         }
-        let cached = Settings { offline: true, ..settings.clone() };
+        let cached = Settings { offline: true, ..self.settings.clone() };
         let model = match job::model(&cached, recipe, Want::Weights, false) {
             Err(e) if matches!(e.of(), Some(ft_hub::Error::NotCached { .. })) => {
                 self.unchecked.push("the weights, which are not downloaded yet".into());

@@ -1,9 +1,8 @@
 //! `ft init`: asks some questions and writes a recipe.
 
 use super::measure::{Length, Measured, task_of};
-use crate::cli::args::words;
 use crate::cli::console::print;
-use crate::infer::usage;
+use crate::infer::{usage, words};
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, width, wrap};
 use ft_engine::model::modules::{Group, groups};
@@ -29,8 +28,8 @@ pub struct Args {
     #[arg(long)]
     model: Option<String>,
     /// What is trained for; by the first row if not given
-    #[arg(long, value_parser = words(Task::WORDS))]
-    task: Option<String>,
+    #[arg(long, value_parser = words(Task::WORDS, Task::from_word))]
+    task: Option<Task>,
     /// With --task classify: names of the classes, separated by commas
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     labels: Vec<String>,
@@ -38,7 +37,7 @@ pub struct Args {
     #[arg(long)]
     data: Option<String>,
     /// How to train; asked for if not given
-    #[arg(long, value_parser = words(METHODS))]
+    #[arg(long, value_parser = words(METHODS, |w| Some(w.to_string())))]
     method: Option<String>,
     /// Memory of the card, such as 24GiB, or "free" for what is free; asked for if not given
     #[arg(long)]
@@ -70,8 +69,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let given = args.task.as_deref().and_then(Task::from_word);
-    if args.labels.is_empty() == (given == Some(Task::Classify)) {
+    if args.labels.is_empty() == (args.task == Some(Task::Classify)) {
         return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
     }
     let of = |task: Task, measured: &Measured, has: Option<&[Group]>| {
@@ -82,7 +80,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     // invalid answers are reported before anything is written
     let parse = |task| Recipe::parse(&of(task, &Measured::default(), None), &path.display().to_string(), &[]);
-    let task = match given {
+    let task = match args.task {
         Some(task) => task,
         None => task_of(&parse(Task::Sft)?),
     };

@@ -2,6 +2,7 @@
 
 use crate::train::{job, sources};
 use ft_base::terminal::tell;
+use ft_data::show::plural;
 use ft_data::{Dataset, Shape, Tokenizer};
 use ft_hub::{Settings, Want};
 use ft_plan::source::Found;
@@ -103,7 +104,7 @@ impl Measured {
         }
         let length = checked.train.map(|d| Length::of(d.rows.len(), d.samples.len()));
         if let (Some(l), Some(source)) = (length, recipe.data.train.first()) {
-            let batch = if l.batch_rows == 1 { "1 row".into() } else { format!("{} rows", l.batch_rows) };
+            let batch = plural(l.batch_rows, "row");
             let packed = if l.pack { "packed" } else { "not packed" };
             tell(&format!("{}: {} steps of {batch}, {packed}", source.source, l.steps));
         }

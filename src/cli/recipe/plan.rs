@@ -81,13 +81,12 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
     recipe.warnings(facts).iter().for_each(|w| warn(w));
     let range = rates::predict(plan.machine, found.config.family.model_type, plan.step_work());
-    let ranks = recipe.parallel.data as u64;
     if args.json {
-        print(&format!("{:#}\n", plan.json(ranks, range)))?;
+        print(&format!("{:#}\n", plan.json(range)))?;
     } else {
         let of = format!("{}: {} ({})", recipe.name, recipe.model.source, found.from);
-        let text = plan.text(&of, ranks, range, &notes);
-        let details = if args.verbose { format!("\n{}", plan.details(ranks, range)) } else { String::new() };
+        let text = plan.text(&of, range, &notes);
+        let details = if args.verbose { format!("\n{}", plan.details(range)) } else { String::new() };
         print_wrapped(&(text + &details))?;
     }
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }

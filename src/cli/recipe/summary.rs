@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 use ft_data::Stats;
+use ft_data::show::plural;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, parameters};
@@ -107,8 +108,8 @@ fn groups(s: &Selection) -> Vec<String> {
     }
     found.sort_by_key(|f| f.group);
     let line = |TrainedGroup { group, method, modules, parameters }: &TrainedGroup| {
-        let plural = if *modules == 1 { "" } else { "s" };
-        format!("  {}: {modules} module{plural}, {method}, {}", group.name(), count(*parameters))
+        let modules = plural(*modules, "module");
+        format!("  {}: {modules}, {method}, {}", group.name(), count(*parameters))
     };
     found.iter().map(line).collect()
 }

@@ -26,9 +26,9 @@ mod http;
 mod limits;
 mod state;
 
-use super::args::{LoadArgs, TemplateArgs};
+use super::args::TemplateArgs;
 use super::console::print;
-use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
+use crate::infer::{Follower, LoadOptions, Model, ModelOptions, Replica, device, usage};
 use crate::log::unix_time;
 use crate::train;
 use crate::train::signals::Signals;
@@ -47,11 +47,9 @@ use tokio::sync::{Semaphore, mpsc};
 /// Arguments of `ft serve`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a
-    /// checkpoint), or
-    /// a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it
-    /// is written; before
-    /// the first, the model as it was
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint),
+    /// or a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it is
+    /// written; before the first, the model as it was
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -79,13 +77,12 @@ pub struct Args {
     /// End when stdin ends
     #[arg(long)]
     until_eof: bool,
-    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several
-    /// (cuda:1,cuda:2) each
-    /// has a copy of the model, and as many requests are answered at once
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several (cuda:1,cuda:2)
+    /// each has a copy of the model, and as many requests are answered at once
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_delimiter = ',', value_parser = device::parse)]
     device: Vec<String>,
     #[command(flatten)]
-    load: LoadArgs,
+    load: LoadOptions,
     #[command(flatten)]
     template: TemplateArgs,
 }
@@ -96,7 +93,7 @@ impl Args {
             model: &self.model,
             adapter: self.adapter.as_deref(),
             follow: !self.no_watch,
-            load: self.load.options(),
+            load: self.load,
             chat_template: self.template.chat_template.as_deref(),
             variables: self.template.variables()?,
         })

@@ -17,9 +17,8 @@ use serde_json::json;
 pub struct Args {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// A PEFT adapter (folder or hub id), a run or a checkpoint over the base, unmerged; else the recipe's
-    /// lora.init, if
-    /// it has one. A run's folder in the recipe's place stands for both
+    /// A PEFT adapter (folder or hub id), a run or a checkpoint over the base, unmerged; else the recipe's lora.init,
+    /// if it has one. A run's folder in the recipe's place stands for both
     #[arg(long, value_name = "DIR")]
     adapter: Option<String>,
     /// Print one JSON object

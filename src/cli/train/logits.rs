@@ -1,8 +1,8 @@
 //! `ft logits`: rows with a teacher's log-probabilities, for distillation.
 
-use crate::cli::args::{LoadArgs, RecipeArgs};
+use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
-use crate::infer::ModelFiles;
+use crate::infer::{LoadOptions, ModelFiles};
 use crate::train::{Job, TeacherModel, write_teacher};
 use ft_base::terminal::tell;
 use ft_hub::Want;
@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(long, value_name = "K", default_value_t = TOP_K)]
     top_k: usize,
     #[command(flatten)]
-    load: LoadArgs,
+    load: LoadOptions,
 }
 
 /// Writes the files, and prints the lines of a recipe that reads them.
@@ -35,8 +35,8 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let job = Job::open(args.recipe.load()?, Want::Tokenizer, true)?;
     let files = ModelFiles::open(&args.model, None)?;
-    let tokenizer = files.tokenizer()?;
-    let (decoders, _) = files.load(args.load.options(), slice::from_ref(&job.device))?;
+    let tokenizer = files.tokenizer(None)?;
+    let (decoders, _) = files.load(args.load, slice::from_ref(&job.device))?;
     // removes a converted checkpoint, which an end by Ctrl-C would leave
     drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };

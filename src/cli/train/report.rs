@@ -5,7 +5,7 @@ use crate::infer::usage;
 use crate::report::{self, Live};
 use crate::train::signals::Signals;
 use ft_base::terminal::tell;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Arguments of `ft report`.
 #[derive(Debug, clap::Args)]
@@ -32,10 +32,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if args.live {
         return live(args);
     }
-    let path = match args.runs.as_slice() {
-        [run] => report::write(run, args.out.as_deref())?,
-        runs => report::write_comparison(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,
-    };
+    let path = report::write(&args.runs, args.out.as_deref())?;
     print(&format!("{}\n", path.display()))
 }
 

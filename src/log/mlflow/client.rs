@@ -15,39 +15,22 @@ const MOST_METRICS: usize = 1000;
 const LONGEST: usize = 500;
 
 /// A failed call.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Failure {
     /// The server did not answer, or could not just then.
+    #[error("{0}")]
     Unreachable(String),
     /// The server refused the call: error code and message.
+    #[error("{0}: {1}")]
     Refused(String, String),
 }
 
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Failure::Unreachable(why) => f.write_str(why),
-            Failure::Refused(code, why) => write!(f, "{code}: {why}"),
-        }
-    }
-}
+/// Keys and values of parameters or tags.
+pub type Pairs = [(String, String)];
 
-/// A run to create.
-pub struct NewRun<'a> {
-    pub experiment: &'a str,
-    pub name: &'a str,
-    pub params: &'a [(String, String)],
-    pub tags: &'a [(String, String)],
-}
-
-/// A number at a step.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Metric {
-    pub key: String,
-    pub value: f64,
-    pub step: u64,
-    /// Milliseconds since 1970.
-    pub time: u64,
+/// A number at a step; `time` is in milliseconds since 1970.
+pub fn metric(key: &str, value: f64, step: u64, time: u64) -> Value {
+    json!({"key": allowed(key), "value": value, "timestamp": time, "step": step.min(i64::MAX as u64)})
 }
 
 /// A connection to a server.
@@ -78,66 +61,43 @@ impl Client {
 
     /// Creates a run with its first tags, and its experiment if missing. Returns the id of the run;
     /// [`Client::describe`] follows.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn create(&self, run: &NewRun<'_>, time: u64) -> Result<String, Failure> {
-        let made = self.post("experiments/create", &json!({"name": run.experiment}));
-        let experiment = match made {
+    pub fn create(&self, experiment: &str, name: &str, tags: &Pairs, time: u64) -> Result<String, Failure> {
+        let experiment = match self.post("experiments/create", &json!({"name": experiment})) {
             Ok(answer) => answer["experiment_id"].clone(),
             Err(Failure::Refused(code, _)) if code == "RESOURCE_ALREADY_EXISTS" => {
-                let query = [("experiment_name", run.experiment)];
+                let query = [("experiment_name", experiment)];
                 let call = self.call(Method::GET, "mlflow/experiments/get-by-name").query(&query);
                 self.send(call)?["experiment"]["experiment_id"].clone()
             }
             Err(e) => return Err(e),
         };
-        let tags = run.tags.chunks(MOST).next().unwrap_or_default();
-        let answer = self.post(
-            "runs/create",
-            &json!({
-                "experiment_id": experiment, "run_name": run.name, "start_time": time, "tags": pairs(tags),
-            }),
-        )?;
+        let tags = pairs(tags.chunks(MOST).next().unwrap_or_default());
+        let run = json!({"experiment_id": experiment, "run_name": name, "start_time": time, "tags": tags});
+        let answer = self.post("runs/create", &run)?;
         let id = answer["run"]["info"]["run_id"].as_str();
         id.map(String::from).ok_or_else(|| Failure::Unreachable("its answer names no run".into()))
     }
 
     /// Adds further tags and the parameters to a run. May be repeated.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn describe(&self, id: &str, run: &NewRun<'_>) -> Result<(), Failure> {
-        for part in run.tags.chunks(MOST).skip(1) {
+    pub fn describe(&self, id: &str, params: &Pairs, tags: &Pairs) -> Result<(), Failure> {
+        for part in tags.chunks(MOST).skip(1) {
             self.post("runs/log-batch", &json!({"run_id": id, "tags": pairs(part)}))?;
         }
-        for part in run.params.chunks(MOST) {
+        for part in params.chunks(MOST) {
             self.post("runs/log-batch", &json!({"run_id": id, "params": pairs(part)}))?;
         }
         Ok(())
     }
 
-    /// Adds metrics to a run.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn log(&self, id: &str, metrics: &[Metric]) -> Result<(), Failure> {
+    /// Adds metrics to a run, as [`metric`] makes them.
+    pub fn log(&self, id: &str, metrics: &[Value]) -> Result<(), Failure> {
         for part in metrics.chunks(MOST_METRICS) {
-            let metric = |m: &Metric| {
-                json!({
-                    "key": allowed(&m.key), "value": m.value, "timestamp": m.time, "step": m.step.min(i64::MAX as u64),
-                })
-            };
-            let metrics: Vec<Value> = part.iter().map(metric).collect();
-            self.post("runs/log-batch", &json!({"run_id": id, "metrics": metrics}))?;
+            self.post("runs/log-batch", &json!({"run_id": id, "metrics": part}))?;
         }
         Ok(())
     }
 
     /// Sets the status of a run, with its end if given.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn update(&self, id: &str, status: &str, end: Option<u64>) -> Result<(), Failure> {
         let mut body = json!({"run_id": id, "status": status});
         if let Some(time) = end {
@@ -164,9 +124,6 @@ impl Client {
     }
 
     /// Names of a run's artifacts.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn list(&self, id: &str) -> Result<Vec<String>, Failure> {
         let answer = self.send(self.call(Method::GET, "mlflow/artifacts/list").query(&[("run_id", id)]))?;
         let files = answer["files"].as_array().into_iter().flatten();
@@ -174,26 +131,17 @@ impl Client {
     }
 
     /// An artifact, as JSON.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn artifact(&self, path: &str) -> Result<Value, Failure> {
         self.send(self.call(Method::GET, &format!("mlflow-artifacts/artifacts/{path}")))
     }
 
     /// Writes an artifact.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn write_artifact(&self, path: &str, content: &Value) -> Result<(), Failure> {
         let call = self.call(Method::PUT, &format!("mlflow-artifacts/artifacts/{path}"));
         self.send(call.body(content.to_string())).map(drop)
     }
 
     /// Sets a tag of a run.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn tag(&self, id: &str, key: &str, value: &str) -> Result<(), Failure> {
         self.post("runs/set-tag", &json!({"run_id": id, "key": key, "value": value})).map(drop)
     }
@@ -234,8 +182,8 @@ impl Client {
     }
 }
 
-/// Keys and values of parameters or tags.
-fn pairs(list: &[(String, String)]) -> Vec<Value> {
+/// Parameters or tags for a call.
+fn pairs(list: &Pairs) -> Vec<Value> {
     let cut = |text: &str| text.chars().take(LONGEST).collect::<String>();
     list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
 }

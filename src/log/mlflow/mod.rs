@@ -9,7 +9,7 @@ mod samples;
 mod tests;
 
 use super::logger::{Logger, scalars};
-use client::{Client, Failure, Metric, NewRun};
+use client::{Client, Failure, Pairs, metric};
 use ft_base::store;
 use ft_base::terminal::warn;
 use samples::Samples;
@@ -240,20 +240,19 @@ impl Worker {
         }
         let Some(client) = &self.client else { return Ok(()) };
         let tags = tags(first);
-        let new = self.run.new_run(&tags);
         if self.id.is_none() {
-            let (id, is_new) = self.run.open(client, &new)?;
+            let (id, is_new) = self.run.open(client, &tags)?;
             (self.id, self.described) = (Some(id), !is_new);
         }
         let Some(id) = &self.id else { return Ok(()) };
         if !self.described {
-            self.shared.without_refusal(client.describe(id, &new))?;
+            self.shared.without_refusal(client.describe(id, &self.run.params, &tags))?;
             self.run.keep(id);
             self.described = true;
         }
         let metrics = batch.iter().flat_map(|(event, time)| {
             let step = event["step"].as_u64().unwrap_or(0);
-            scalars(event).into_iter().map(move |(key, value)| Metric { key, value, step, time: *time })
+            scalars(event).into_iter().map(move |(key, value)| metric(&key, value, step, *time))
         });
         client.log(id, &metrics.collect::<Vec<_>>())?;
         let samples: Vec<&Value> = batch.iter().map(|(e, _)| e).filter(|e| e["event"] == "sample").collect();
@@ -291,20 +290,15 @@ fn show(
 }
 
 impl MlFlowRun {
-    /// The run to create, with tags.
-    fn new_run<'a>(&'a self, tags: &'a [(String, String)]) -> NewRun<'a> {
-        NewRun { experiment: &self.experiment, name: &self.name, params: &self.params, tags }
-    }
-
     /// Resumes the run of the file, or creates one. Returns the id, and whether the run is new.
-    fn open(&self, client: &Client, new: &NewRun<'_>) -> Result<(String, bool), Failure> {
+    fn open(&self, client: &Client, tags: &Pairs) -> Result<(String, bool), Failure> {
         if let Some(id) = self.kept() {
             match client.update(&id, "RUNNING", None) {
                 Err(Failure::Refused(code, _)) if code == "RESOURCE_DOES_NOT_EXIST" => {}
                 outcome => return outcome.map(|()| (id, false)),
             }
         }
-        Ok((client.create(new, milliseconds())?, true))
+        Ok((client.create(&self.experiment, &self.name, tags, milliseconds())?, true))
     }
 
     /// Writes the id of a run whose parameters the server has.

@@ -29,9 +29,6 @@ impl Samples {
     }
 
     /// Adds sample events. An answer to the same prompt after the same step replaces the earlier one.
-    ///
-    /// # Errors
-    /// A failed call.
     pub fn add(&mut self, client: &Client, events: &[&Value]) -> Result<(), Failure> {
         for event in events {
             let row: Vec<&Value> = COLUMNS.iter().map(|key| &event[key]).collect();

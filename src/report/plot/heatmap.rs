@@ -3,7 +3,7 @@
 use super::axis::{self, LEFT, Tick};
 use super::format::{first_few, grouped, short};
 use super::table::Table;
-use ft_engine::walk;
+use ft_engine::walk::{entropy, peak};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -24,18 +24,6 @@ pub struct ExpertCounts {
     /// Index of the layer.
     pub layer: u64,
     pub tokens: Vec<u64>,
-}
-
-impl ExpertCounts {
-    /// Entropy of the load, normalized: 1 is even.
-    pub fn entropy(&self) -> f64 {
-        walk::entropy(&self.tokens)
-    }
-
-    /// Load of the busiest expert over the even load.
-    pub fn peak(&self) -> f64 {
-        walk::peak(&self.tokens)
-    }
 }
 
 /// A shade, with all its cells in one SVG path.
@@ -103,13 +91,8 @@ fn row(l: &ExpertCounts) -> Vec<String> {
         n => format!("{n}: {}", first_few(&dead)),
     };
     let tokens = grouped(l.tokens.iter().sum());
-    vec![l.layer.to_string(), tokens, short(l.entropy()), format!("{busiest}, {}", short(l.peak())), dead]
-}
-
-/// Size of a cell.
-struct Cell {
-    width: f64,
-    height: f64,
+    let busiest = format!("{busiest}, {}", short(peak(&l.tokens)));
+    vec![l.layer.to_string(), tokens, short(entropy(&l.tokens)), busiest, dead]
 }
 
 /// SVG paths of the cells.
@@ -125,8 +108,8 @@ impl Paths {
         Self { shades: (0..=SHADES.len()).map(shade).collect(), dead: String::new() }
     }
 
-    /// Draws a row at `y`. Adjacent cells of one shade form one rectangle.
-    fn draw(&mut self, loads: &[f64], y: f64, &Cell { width, height }: &Cell) {
+    /// Draws a row at `y` of cells with this width and height. Adjacent cells of one shade form one rectangle.
+    fn draw(&mut self, loads: &[f64], y: f64, (width, height): (f64, f64)) {
         let mut from = 0;
         for cells in loads.chunk_by(|a, b| shade(*a) == shade(*b)) {
             for c in (from..from + cells.len()).filter(|c| loads[*c] == 0.0) {
@@ -149,15 +132,15 @@ impl HeatMap {
         let shown = &layers[..layers.len().min(ROWS)];
         let count = experts.min(COLUMNS);
         let width = (WIDTH / count as f64 * 10.0).floor() / 10.0;
-        let cell = Cell { width, height: if shown.len() <= 12 { 22.0 } else { 12.0 } };
+        let height = if shown.len() <= 12 { 22.0 } else { 12.0 };
         let (mut paths, mut names) = (Paths::new(), Vec::new());
         let labelled = shown.len().div_ceil(40);
         for (i, l) in shown.iter().enumerate() {
-            let y = TOP + i as f64 * cell.height;
+            let y = TOP + i as f64 * height;
             if i % labelled == 0 {
-                names.push(Tick { at: y + cell.height / 2.0, text: format!("layer {}", l.layer) });
+                names.push(Tick { at: y + height / 2.0, text: format!("layer {}", l.layer) });
             }
-            paths.draw(&columns(l, l.tokens.len().min(count)), y, &cell);
+            paths.draw(&columns(l, l.tokens.len().min(count)), y, (width, height));
         }
         let mut notes = Vec::new();
         if experts > COLUMNS {
@@ -168,7 +151,7 @@ impl HeatMap {
         if layers.len() > ROWS {
             notes.push(format!("The first {ROWS} of {} layers.", layers.len()));
         }
-        let bottom = TOP + shown.len() as f64 * cell.height;
+        let bottom = TOP + shown.len() as f64 * height;
         Some(Self {
             title,
             width: axis::WIDTH,
@@ -188,7 +171,7 @@ impl HeatMap {
 
 /// Text summary of a map.
 fn about(layers: &[ExpertCounts], experts: usize) -> Option<String> {
-    let worst = layers.iter().max_by(|a, b| a.peak().total_cmp(&b.peak()))?;
+    let worst = layers.iter().max_by(|a, b| peak(&a.tokens).total_cmp(&peak(&b.tokens)))?;
     let dead: usize = layers.iter().map(|l| extremes(l).1.len()).sum();
     Some(format!(
         "{} layers with up to {experts} experts. The busiest is expert {} of layer {}, with {} times the even load; \
@@ -196,6 +179,6 @@ fn about(layers: &[ExpertCounts], experts: usize) -> Option<String> {
         layers.len(),
         extremes(worst).0,
         worst.layer,
-        short(worst.peak()),
+        short(peak(&worst.tokens)),
     ))
 }

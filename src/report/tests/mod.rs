@@ -4,9 +4,11 @@ mod charts;
 mod live;
 mod runs;
 
-use super::render::page;
+use super::error::Error;
+use super::render;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// A run folder with the given metrics lines.
 fn folder(lines: &[Value]) -> Result<tempfile::TempDir> {
@@ -58,10 +60,15 @@ fn end(steps: u64) -> Value {
     })
 }
 
+/// The page of a folder.
+fn page(dir: &Path) -> Result<String, Error> {
+    render::page(&[dir.to_path_buf()], false)
+}
+
 /// The page of a folder, checked for closed tags and no external requests.
 #[track_caller]
 fn whole(dir: &tempfile::TempDir) -> Result<String> {
-    let html = page(dir.path(), false)?;
+    let html = page(dir.path())?;
     balanced(&html)?;
     for wanted in
         ["<script", "<link", "<img", "src=", "href=", "url(", "@import", "http:", "https:", "NaN", "inf "]

@@ -2,11 +2,9 @@
 
 use super::*;
 use crate::report::comparison::MAX_RUNS;
-use crate::report::error::Error;
 use crate::report::metrics::Metrics;
-use crate::report::{write, write_comparison};
+use crate::report::write;
 use ft_base::error::{ExitCode, Failure};
-use std::path::Path;
 
 #[test]
 fn a_finished_run_is_shown_with_curves_and_result() -> Result<()> {
@@ -67,10 +65,11 @@ fn a_finished_run_is_shown_with_curves_and_result() -> Result<()> {
     says(&html, &["source = &quot;small&quot;", "adapter&#x2f;", "2.00 KiB"]);
     assert!(!html.contains("id=\"experts\"") && !html.contains("Resumed"), "{html}");
     // deterministic, and written to the requested path
-    assert_eq!(html, page(dir.path(), false)?);
-    assert_eq!(write(dir.path(), None)?, dir.path().join("report.html"));
+    assert_eq!(html, page(dir.path())?);
+    let run = [dir.path().to_path_buf()];
+    assert_eq!(write(&run, None)?, dir.path().join("report.html"));
     let out = dir.path().join("other.html");
-    assert_eq!(write(dir.path(), Some(&out))?, out);
+    assert_eq!(write(&run, Some(&out))?, out);
     assert_eq!(std::fs::read_to_string(&out)?, html);
     Ok(())
 }
@@ -89,7 +88,7 @@ fn no_text_becomes_markup() -> Result<()> {
     let stopped = json!({"event": "stopped", "step": 1, "code": 1, "why": evil});
     let dir = folder(&[first, step(1, 1.0), sample(1, evil, evil), stopped])?;
     std::fs::write(dir.path().join("recipe.toml"), evil)?;
-    let html = page(dir.path(), false)?;
+    let html = page(dir.path())?;
     balanced(&html)?;
     for bad in ["<script", "<img", "onerror=\"", "49"] {
         // 49: the result of an evaluated template expression
@@ -137,19 +136,21 @@ fn the_reason_of_a_stop_is_shown() -> Result<()> {
     Ok(())
 }
 
+/// An evaluation with scores of answers.
+fn scored(step: u64, exact: f64, rouge: f64) -> Value {
+    let mut event = eval(step, 1.5);
+    (event["exact_match"], event["rouge_l"]) = (exact.into(), rouge.into());
+    event
+}
+
 /// Answer scores are shown next to the loss if present; scores of repeated steps are dropped.
 #[test]
 fn scores_of_answers_are_shown() -> Result<()> {
-    let scored = |step: u64, rouge: f64| {
-        let mut event = eval(step, 1.5);
-        (event["exact_match"], event["rouge_l"]) = (0.25.into(), rouge.into());
-        event
-    };
     let resume = json!({"event": "resume", "step": 1, "steps": 2});
-    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.9), resume])?;
+    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.25, 0.9), resume])?;
     assert!(Metrics::read(&dir.path().join("metrics.jsonl"))?.scores.is_empty());
     assert!(!whole(&dir)?.contains("ROUGE-L"));
-    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.4375), end(2)])?;
+    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.25, 0.4375), end(2)])?;
     let html = whole(&dir)?;
     says(
         &html,
@@ -159,7 +160,6 @@ fn scores_of_answers_are_shown() -> Result<()> {
     Ok(())
 }
 
-/// Answers that are scored stand beside the wanted ones, with a curve of their scores.
 #[test]
 fn metrics_of_tasks_are_drawn() -> Result<()> {
     let with = |n: u64, of: &[(&str, f64)]| {
@@ -185,22 +185,19 @@ fn metrics_of_tasks_are_drawn() -> Result<()> {
     Ok(())
 }
 
+/// Answers that are scored stand beside the wanted ones, with a curve of their scores.
 #[test]
 fn answers_and_their_curve_are_shown() -> Result<()> {
-    let scored = |step: u64, rouge: f64| {
-        let mut event = eval(step, 1.5);
-        (event["exact_match"], event["rouge_l"]) = (0.0.into(), rouge.into());
-        event
-    };
     let answer = |step: u64, reply: &str, rouge: f64| {
         json!({
             "event": "answer", "step": step, "prompt": "Sky?", "reply": reply, "reference": "Arr, blue.",
             "exact_match": false, "rouge_l": rouge,
         })
     };
-    let lines = [start(2), step(1, 2.0), scored(1, 0.25), answer(1, "Grey.", 0.25), step(2, 1.0)];
-    let later = [scored(2, 0.75), answer(2, "Blue.", 0.75), sample(2, "b", "2"), sample(2, "a", "1"), end(2)];
-    let html = whole(&folder(&[&lines[..], &later].concat())?)?;
+    let lines = [start(2), step(1, 2.0), scored(1, 0.0, 0.25), answer(1, "Grey.", 0.25), step(2, 1.0)];
+    let later = [scored(2, 0.0, 0.75), answer(2, "Blue.", 0.75)];
+    let last = [sample(2, "b", "2"), sample(2, "a", "1"), end(2)];
+    let html = whole(&folder(&[&lines[..], &later, &last].concat())?)?;
     says(
         &html,
         &[
@@ -272,7 +269,7 @@ fn a_long_run_stays_a_small_page() -> Result<()> {
 #[test]
 fn a_folder_without_a_run_is_refused_by_name() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    let fail = |dir: &Path| page(dir, false).err().context("a page of nothing");
+    let fail = |dir: &Path| page(dir).err().context("a page of nothing");
     let e = fail(&dir.path().join("gone"))?;
     assert!(e.to_string().contains("gone/metrics.jsonl") && e.to_string().contains("hint:"), "{e}");
     assert_eq!(e.exit_code(), ExitCode::Storage);
@@ -286,7 +283,8 @@ fn a_folder_without_a_run_is_refused_by_name() -> Result<()> {
     let dir = folder(&[start(1), step(1, 1.0)])?;
     std::fs::remove_file(dir.path().join("recipe.toml"))?;
     says(&whole(&dir)?, &["recipe.toml is not in the run folder"]);
-    let e = write(dir.path(), Some(&dir.path().join("metrics.jsonl/page.html"))).err().context("written")?;
+    let out = dir.path().join("metrics.jsonl/page.html");
+    let e = write(&[dir.path().to_path_buf()], Some(&out)).err().context("written")?;
     assert_eq!(e.exit_code(), ExitCode::Storage);
     Ok(())
 }
@@ -308,7 +306,7 @@ fn several_runs_are_compared() -> Result<()> {
     let dirs = [of("low", 4, 2.0)?, of("high <b>", 64, 4.0)?];
     let runs = dirs.each_ref().map(|d| d.path().to_path_buf());
     let out = dirs[0].path().join("c.html");
-    write_comparison(&runs, &out)?;
+    write(&runs, Some(&out))?;
     let html = std::fs::read_to_string(&out)?;
     balanced(&html)?;
     for wanted in [
@@ -322,11 +320,11 @@ fn several_runs_are_compared() -> Result<()> {
     }
     ensure!(!html.contains("run.output") && !html.contains("<b>"), "what is only a name");
     // runs of equal name are labeled by folder
-    write_comparison(&[runs[0].clone(), runs[0].clone()], &out)?;
+    write(&[runs[0].clone(), runs[0].clone()], Some(&out))?;
     let html = std::fs::read_to_string(&out)?;
     let folder = runs[0].display().to_string().replace('/', "&#x2f;");
     ensure!(html.contains(&folder) && html.contains("In the recipes: nothing"), "{html}");
     let many = vec![runs[0].clone(); MAX_RUNS + 1];
-    ensure!(write_comparison(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
+    ensure!(write(&many, Some(&out)).is_err_and(|e| e.exit_code() == ExitCode::Usage));
     Ok(())
 }

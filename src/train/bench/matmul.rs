@@ -1,12 +1,12 @@
 //! Measures matrix products and memory copies of this machine, as upper limits for the parts of a step.
 
+use super::probe::filled;
 use crate::train::job::Job;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::gemm;
 use ft_kernels::moment::Moment;
 use ft_kernels::tensor::Real;
-use rayon::prelude::*;
 use std::time::{Duration, Instant};
 
 /// Minimum duration of one measurement.
@@ -35,9 +35,12 @@ pub struct MatmulRate {
     linears: Vec<(usize, usize, usize)>,
     device: Device,
     dtype: DType,
-    best: f64,
-    fastest: String,
-    copy: f64,
+    /// Floating-point operations per second of the fastest product.
+    pub rate: f64,
+    /// Shape of the fastest product: rows x inner size x columns.
+    pub fastest: String,
+    /// Bytes per second of the fastest copy, reads plus writes.
+    pub copy: f64,
 }
 
 impl MatmulRate {
@@ -52,7 +55,7 @@ impl MatmulRate {
             linears: vec![(t, d, ffn), (t, d, attention), (SQUARE, SQUARE, SQUARE)],
             device: job.device.clone(),
             dtype: job.dtype,
-            best: 0.0,
+            rate: 0.0,
             fastest: String::new(),
             copy: 0.0,
         }
@@ -64,7 +67,8 @@ impl MatmulRate {
         let begun = Instant::now();
         while begun.elapsed() < LOOK {
             for (t, d, o) in self.linears.clone() {
-                let (x_ti, w_oi, dy_to) = (self.numbers(t, d)?, self.numbers(o, d)?, self.numbers(t, o)?);
+                let filled = |rows, cols| filled(&self.device, &[rows, cols], self.dtype);
+                let (x_ti, w_oi, dy_to) = (filled(t, d)?, filled(o, d)?, filled(t, o)?);
                 // Forward, input gradient, weight gradient.
                 self.time(&x_ti, false, &w_oi, true, (t, d, o))?;
                 self.time(&dy_to, false, &w_oi, false, (t, o, d))?;
@@ -81,8 +85,8 @@ impl MatmulRate {
             gemm::matmul(a, ta, b, tb)?;
             let seconds = Moment::now(&self.device)?.since(&start)?;
             let rate = 2.0 * m as f64 * k as f64 * n as f64 / seconds.max(1e-9);
-            if rate > self.best {
-                self.best = rate;
+            if rate > self.rate {
+                self.rate = rate;
                 self.fastest = format!("{m} x {k} x {n}");
             }
         }
@@ -104,28 +108,5 @@ impl MatmulRate {
             self.copy = self.copy.max(2.0 * bytes as f64 / seconds.max(1e-9));
         }
         Ok(())
-    }
-
-    /// Matrix of pseudorandom numbers from -1 to 1. Zeros would run faster on some devices.
-    fn numbers(&self, rows: usize, cols: usize) -> Result<Tensor> {
-        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
-        let values: Vec<f32> = (0..rows * cols).into_par_iter().map(number).collect();
-        let t = Real::from_vec(values, (rows, cols), &Device::Cpu)?.to_dtype(self.dtype)?;
-        t.to_device(&self.device).map(Tensor::Real)
-    }
-
-    /// Floating-point operations per second of the fastest product.
-    pub fn rate(&self) -> f64 {
-        self.best
-    }
-
-    /// Bytes per second of the fastest copy, reads plus writes.
-    pub fn copy(&self) -> f64 {
-        self.copy
-    }
-
-    /// Shape of the fastest product: rows x inner size x columns.
-    pub fn fastest(&self) -> &str {
-        &self.fastest
     }
 }

@@ -52,8 +52,8 @@ impl Limit {
     /// Lower bound of the time, in seconds.
     fn seconds(&self, products: &MatmulRate) -> f64 {
         match self {
-            Limit::Products(flops) => flops / products.rate(),
-            Limit::Bytes(bytes) => bytes / products.copy(),
+            Limit::Products(flops) => flops / products.rate,
+            Limit::Bytes(bytes) => bytes / products.copy,
         }
     }
 }
@@ -108,8 +108,8 @@ impl StepTimes {
             "tokens_per_second": self.speed(), "step_seconds": self.mean(),
             "fastest_step_seconds": self.fastest(), "parts": parts, "shares": shares,
             "flops_per_step": flops(plan), "step_flops": flops(plan) / self.mean(),
-            "matmul_flops": products.rate(), "matmul_shape": products.fastest(),
-            "share_of_matmul": best / products.rate(), "copy_bytes_per_second": products.copy(),
+            "matmul_flops": products.rate, "matmul_shape": products.fastest,
+            "share_of_matmul": best / products.rate, "copy_bytes_per_second": products.copy,
             "peak_device_bytes": monitor.peak(), "planned_peak_bytes": plan.engine(), "memory": monitor.compared(),
             "plan": monitor.json(),
         })
@@ -139,10 +139,10 @@ impl StepTimes {
             "arithmetic {:.1} GFLOP/s in the fastest step: {:.0}% of the {:.1} of the fastest product ({}); \
              copies {:.1} GB/s",
             best / 1e9,
-            100.0 * best / products.rate(),
-            products.rate() / 1e9,
-            products.fastest(),
-            products.copy() / 1e9
+            100.0 * best / products.rate,
+            products.rate / 1e9,
+            products.fastest,
+            products.copy / 1e9
         );
         let apart = |planned: u64, measured: u64| match planned {
             0 => String::new(),

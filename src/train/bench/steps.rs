@@ -48,9 +48,8 @@ pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base:
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
     if r.parallel.ranks() > 1 {
-        let place = r.place("parallel.data");
         let why = "ft bench measures one rank\n  hint: parallel.data=1";
-        return Err(Error::Usage(format!("{place}: {why}")).into());
+        return Err(Error::at(r, "parallel.data", why).into());
     }
     let data = rows(r, job.config.vocab)?;
     probe_before(&job, program);
@@ -90,7 +89,7 @@ pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base:
     }
     let fp8 = Fp8Error::measure(&model, &job.device, || cx.step(&input(0)))?;
     let step = plan.step_work() / timed.fastest();
-    let rate = rates::Rate { matmul: products.rate(), step, copy: products.copy(), probed: None };
+    let rate = rates::Rate { matmul: products.rate, step, copy: products.copy, probed: None };
     let kept = rates::save(plan.machine, job.config.family.model_type, rate)?;
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));

@@ -94,7 +94,7 @@ fn entries(params: &Params, index: usize) -> Vec<Entry> {
 
 /// Values of [`entries`] for a tensor with projected gradients.
 fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>> {
-    let (rows, cols) = p.low();
+    let (rows, cols) = p.low;
     let mut out = Vec::new();
     for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
         out.extend(views(p.moments.of(range)?));

@@ -8,9 +8,9 @@ use ft_recipe::{Recipe, ScoreTargets};
 use serde_json::{Map, Value};
 
 /// Classes as the task of a run.
-#[derive(Clone, Debug)]
-pub struct Classes {
-    names: Vec<String>,
+#[derive(Clone, Copy, Debug)]
+pub struct Classes<'a> {
+    names: &'a [String],
 }
 
 /// A document: class, weight, and scores.
@@ -37,16 +37,16 @@ impl Document<'_> {
     }
 }
 
-impl Classes {
+impl<'a> Classes<'a> {
     /// Classes of a recipe; `None` for other tasks.
-    pub fn of(r: &Recipe) -> Option<Self> {
+    pub fn of(r: &'a Recipe) -> Option<Self> {
         match &r.data.scores {
-            ScoreTargets::Classes(names) => Some(Self { names: names.clone() }),
+            ScoreTargets::Classes(names) => Some(Self { names }),
             _ => None,
         }
     }
 
-    fn documents<'a>(&self, m: &'a Micro, scores: &'a [f64]) -> impl Iterator<Item = Document<'a>> {
+    fn documents<'m>(&self, m: &'m Micro, scores: &'m [f64]) -> impl Iterator<Item = Document<'m>> {
         let weight = |i: usize| m.weights.get(i).map_or(1.0, |w| f64::from(*w));
         let all = m.targets.iter().zip(scores.chunks(self.names.len().max(1))).enumerate();
         all.map(move |(i, ((_, class), scores))| Document {
@@ -82,20 +82,19 @@ impl Classes {
         stop: Stop<'_>,
     ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
         let samples = samples_of(data, 0..data.rows.len())?;
-        let chunks: Vec<&[u32]> = samples.chunks(scorer.execution.micro_rows.max(1)).collect();
-        let micro = |i: usize| Micro::of_samples(data, chunks[i]);
         let words = |m: &Micro, scores: Vec<f64>| -> Vec<u64> {
             let of = |d: Document<'_>| {
                 [d.softmax().1.to_bits(), d.weight.to_bits(), d.class as u64, d.predicted() as u64]
             };
             self.documents(m, &scores).flat_map(of).collect()
         };
-        let words = scorer.words(chunks.len(), &micro, &words, stop, &|_| ())?;
+        let micro = |chunk: &[u32]| Micro::of_samples(data, chunk);
+        let words = scorer.words(&samples, &micro, &words, stop, &|_| ())?;
         let (mut confusion, mut tally) = (Confusion::new(self.names.len()), Tally::default());
         for [loss, weight, class, predicted] in words.as_chunks().0 {
             tally.classified(f64::from_bits(*loss), f64::from_bits(*weight), predicted == class);
             confusion.add(*class as usize, *predicted as usize);
         }
-        Ok((tally.class_loss(), samples.len(), confusion.metrics(&self.names)))
+        Ok((tally.class_loss(), samples.len(), confusion.metrics(self.names)))
     }
 }

@@ -51,7 +51,7 @@ pub fn check(
     (part, data): (Part, &Dataset),
 ) -> ft_base::Result<()> {
     let key = part.key(&recipe.data);
-    let fail = |why: String| Err(Error::Usage(format!("{}: {why}", recipe.place(key))).into());
+    let fail = |why: String| Err(Error::at(recipe, key, why).into());
     if recipe.task != Task::Distill {
         if data.rows.has_teacher {
             let task = recipe.task.word();

@@ -9,7 +9,7 @@ use ft_base::terminal::rows_bar;
 use ft_data::{Dataset, Micro, Teacher, TeacherRows, Tokenizer};
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::walk::Walk;
-use ft_recipe::{Part, Recipe};
+use ft_recipe::Part;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ pub struct TeacherFiles {
 ///
 /// # Errors
 /// [`Error::Usage`].
-pub fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(), Error> {
+fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(), Error> {
     let student = &job.recipe.model.source;
     let why = match (job.tokenizer.as_deref(), teacher) {
         (None, None) => None,
@@ -65,14 +65,12 @@ pub fn write_teacher(
     out: &Path,
 ) -> ft_base::Result<TeacherFiles> {
     let recipe = &job.recipe;
-    if recipe.task.prefers() || !(1..=Teacher::MOST_KEPT).contains(&k) {
-        let why = match recipe.task.prefers() {
-            true => {
-                format!("{}: ft logits has no values of pairs and rated completions", recipe.place("task"))
-            }
-            false => format!("--top-k {k}: 1 to {}", Teacher::MOST_KEPT),
-        };
-        return Err(Error::Usage(why).into());
+    if recipe.task.prefers() {
+        let why = "ft logits has no values of pairs and rated completions";
+        return Err(Error::at(recipe, "task", why).into());
+    }
+    if !(1..=Teacher::MOST_KEPT).contains(&k) {
+        return Err(Error::Usage(format!("--top-k {k}: 1 to {}", Teacher::MOST_KEPT)).into());
     }
     check_teacher(job, teacher.name, teacher.tokenizer)?;
     let folder = AtomicFolder::begin_named(out)?;
@@ -112,7 +110,6 @@ struct Pass<'a> {
 impl Pass<'_> {
     /// Writes the samples of a part, each once.
     fn part(&mut self, part: Part, data: &Dataset, files: &mut TeacherFiles) -> ft_base::Result<()> {
-        let recipe = &self.job.recipe;
         let word = if part == Part::Train { "train" } else { "eval" };
         let bar = rows_bar();
         bar.set_length(data.samples.len() as u64);
@@ -120,10 +117,9 @@ impl Pass<'_> {
         for (i, samples) in data.samples.ranges().into_iter().enumerate() {
             let name = format!("{word}-{i}.jsonl.zst");
             let mut rows = TeacherRows::create(&self.folder.join(&name), self.by.clone())?;
-            for first in samples.clone().step_by(micro_rows(recipe)) {
-                let chunk: Vec<u32> =
-                    (first..samples.end.min(first + micro_rows(recipe))).map(|i| i as u32).collect();
-                files.targets += self.rows(data, &chunk, &mut rows)?;
+            let samples: Vec<u32> = samples.map(|i| i as u32).collect();
+            for chunk in samples.chunks(self.job.recipe.run.micro_rows.count().max(1)) {
+                files.targets += self.rows(data, chunk, &mut rows)?;
                 bar.inc(chunk.len() as u64);
             }
             let (count, bytes) = rows.finish()?;
@@ -163,8 +159,4 @@ impl Pass<'_> {
         }
         Ok(top.len())
     }
-}
-
-fn micro_rows(recipe: &Recipe) -> usize {
-    recipe.run.micro_rows.count().max(1)
 }

@@ -9,7 +9,6 @@ use ft_data::{Dataset, Scores, question, rouge_l};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
 use ft_engine::walk::visit::Hooks;
-use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
 
@@ -37,7 +36,7 @@ pub struct Answer {
 /// before every answer and every token.
 ///
 /// # Errors
-/// Tokenizer missing; no usable sample; [`Error::Abandoned`]; a failed tensor operation.
+/// Tokenizer missing; invalid `generate.regex`; no usable sample; [`Error::Abandoned`]; a failed tensor operation.
 pub fn score(
     job: &Job,
     decoder: &Decoder,
@@ -51,7 +50,8 @@ pub fn score(
     }
     check_tokenizer(job)?;
     let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
-    let regex = regex(&job.recipe)?;
+    let fail = |e: regex::Error| Error::at(&job.recipe, "generate.regex", e);
+    let regex = g.regex.as_deref().map(Regex::new).transpose().map_err(fail)?;
     let (mut scores, mut answers) = (Scores::default(), Vec::new());
     for i in 0..data.samples.len() {
         if scores.samples == g.samples {
@@ -82,10 +82,9 @@ pub fn score(
         }
     }
     if scores.samples == 0 {
-        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a \
-        prompt have none, and \
-                   data.max_length may cut them\n  hint: leave it out";
-        return Err(Error::Usage(format!("{}: {why}", job.recipe.place("generate.samples"))).into());
+        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have \
+                   none, and data.max_length may cut them\n  hint: leave it out";
+        return Err(Error::at(&job.recipe, "generate.samples", why).into());
     }
     Ok(Some((scores.means(), answers)))
 }
@@ -102,22 +101,11 @@ fn check_signal(stop: Stop<'_>) -> Result<(), Error> {
 /// # Errors
 /// `generate.samples` is set, but the model has no tokenizer.
 pub fn check_tokenizer(job: &Job) -> Result<(), Error> {
-    match job.tokenizer {
-        None if job.recipe.generate.samples > 0 => Err(Error::Usage(format!(
-            "{}: the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out",
-            job.recipe.place("generate.samples")
-        ))),
-        _ => Ok(()),
+    if job.tokenizer.is_some() || job.recipe.generate.samples == 0 {
+        return Ok(());
     }
-}
-
-/// Compiles `generate.regex`.
-///
-/// # Errors
-/// Invalid regular expression.
-fn regex(recipe: &Recipe) -> ft_base::Result<Option<Regex>> {
-    let fail = |e: regex::Error| Error::Usage(format!("{}: {e}", recipe.place("generate.regex")));
-    Ok(recipe.generate.regex.as_deref().map(Regex::new).transpose().map_err(fail)?)
+    let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
+    Err(Error::at(&job.recipe, "generate.samples", why))
 }
 
 /// Adds scores to an event of `metrics.jsonl`.

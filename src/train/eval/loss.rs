@@ -1,7 +1,6 @@
 //! Evaluation loss, and logits of a micro-batch.
 
 use crate::train::Error;
-use crate::train::classify::Classes;
 use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
@@ -47,21 +46,17 @@ pub fn evaluate_loaded(
     let alone = ranks::alone();
     let mut preferences = Preferences::of(&job.recipe);
     if let Some(p) = &mut preferences {
-        let (train, batches, identity) = (None, None, None);
-        let inputs =
-            ReferenceInputs { job, train, eval: Some(data), batches, execution, comm: &alone, identity };
+        let (train, eval, identity) = (None, Some(data), None);
+        let inputs = ReferenceInputs { job, train, eval, execution, comm: &alone, identity };
         reference_model::check(job)?;
         reference_model::check_trained(job)?;
-        p.reference = match inputs.of_other()? {
-            Some(reference) => reference,
-            None => inputs.scores(decoder, params)?,
-        };
+        p.reference = inputs.scores(inputs.of_other()?, decoder, params)?;
     }
     let distillation = distill::settings(&job.recipe);
     let ranks = Ranks::of(&alone, &job.recipe.parallel);
     let scorer = Scorer { decoder, ranks, hooks: &NoHooks, execution, device: &job.device, distillation };
-    let classes = Classes::of(&job.recipe);
-    evaluate(&scorer, data, Objective::of((preferences.as_ref(), classes.as_ref()), Part::Eval), &|| 0)
+    let objective = Objective::of(&job.recipe, preferences.as_ref(), Part::Eval);
+    evaluate(&scorer, data, objective, &|| 0)
 }
 
 /// Mean loss over a dataset, with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.

@@ -74,12 +74,8 @@ impl Marker {
         let Ok(made) = serde_json::from_slice::<Value>(&bytes) else {
             return Ok(CacheState::Damaged(format!("{CACHE_MARKER} is not what was written")));
         };
-        let other = |key: &str, want: Value| made[key] != want;
-        if other("version", json!(self.version))
-            || other("type", json!(self.kind))
-            || other("double", json!(self.double))
-            || other("source", json!(self.source))
-        {
+        let own = json!(self);
+        if ["version", "type", "double", "source"].iter().any(|key| made[*key] != own[*key]) {
             return Ok(CacheState::Missing);
         }
         let Ok(made) = serde_json::from_value::<Marker>(made) else {

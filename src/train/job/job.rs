@@ -28,7 +28,6 @@ type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> ft_base::Result<
 /// A resolved recipe, without the weights.
 #[derive(Clone)]
 pub struct Job {
-    /// The recipe.
     pub recipe: Recipe,
     /// Device to compute on.
     pub device: Device,

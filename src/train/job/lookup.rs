@@ -56,11 +56,11 @@ pub fn tokenizer(
     });
     let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
     if let Some((name, known)) = tokenizer.as_ref().and_then(|t| t.unread(&recipe.data.template)) {
-        let place = recipe.place(&format!("data.template.{name}"));
         let near = ft_recipe::nearest(name, known);
         let near = near.map_or(String::new(), |n| format!("\n  hint: {n:?} is a name in it"));
-        let why = "the chat template has no variable of this name";
-        return Err(Error::Usage(format!("{place}: data.template.{name}: {why}{near}")).into());
+        let key = format!("data.template.{name}");
+        let why = format!("{key}: the chat template has no variable of this name{near}");
+        return Err(Error::at(recipe, &key, why).into());
     }
     if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
         let each: Vec<String> = tokens.iter().map(|(text, id)| format!("{text:?} (token {id})")).collect();
@@ -140,7 +140,7 @@ pub fn samples(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Resul
     if recipe.log.samples.is_empty() {
         return Ok(Vec::new());
     }
-    let fail = |why: &str| Error::Usage(format!("{}: log.samples: {why}", recipe.place("log.samples")));
+    let fail = |why: &str| Error::at(recipe, "log.samples", format!("log.samples: {why}"));
     let Some(tokenizer) = tokenizer else {
         let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
         return Err(fail(why).into());

@@ -21,10 +21,8 @@ impl Job {
             return Ok(());
         }
         fp8::check(&self.device).map_err(|why| {
-            let place = self.recipe.place("memory.products");
-            Error::Usage(format!(
-                "{place}: memory.products = \"fp8\": {why}\n  hint: memory.products = \"dtype\""
-            ))
+            let why = format!("memory.products = \"fp8\": {why}\n  hint: memory.products = \"dtype\"");
+            Error::at(&self.recipe, "memory.products", why)
         })
     }
 

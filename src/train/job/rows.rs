@@ -16,13 +16,12 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
         ft_plan::check_steps(recipe, batches.steps() as u64)?;
         return Ok(batches);
     }
-    Err(Error::Usage(format!(
-        "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
-        recipe.place("run.batch_rows"),
+    let why = format!(
+        "{} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
         data.rows.len(),
         recipe.run.batch_rows
-    ))
-    .into())
+    );
+    Err(Error::at(recipe, "run.batch_rows", why).into())
 }
 
 /// Most kinds of data problems shown.
@@ -71,7 +70,7 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 /// # Errors
 /// A token file is no longer readable.
 pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
-    let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
+    let (shared, all) = (train.samples.shared_with(&eval.samples)?, eval.samples.len());
     if shared > 0 {
         warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
     }

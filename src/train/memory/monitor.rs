@@ -63,7 +63,6 @@ impl StateBytes {
 /// Measures a run, for comparison with the plan.
 #[derive(Debug)]
 pub struct MemoryMonitor {
-    plan: Plan,
     planned: Arc<Planned>,
     device: Device,
     /// Counted and resident bytes before the model was loaded.
@@ -77,7 +76,7 @@ pub struct MemoryMonitor {
 impl MemoryMonitor {
     /// Begins the measurement. Must be called before the model is loaded.
     pub fn begin(plan: &Plan, job: &Job) -> Self {
-        let planned = out_of_memory::remember(plan, job.allocations(plan));
+        let planned = out_of_memory::remember(plan.clone(), job.allocations(plan));
         place::enter(Phase::Load, 0);
         memory::reset_peak();
         if job.device.is_cpu() {
@@ -89,26 +88,18 @@ impl MemoryMonitor {
             gemm::make_slabs();
         }
         let slabs = memory::live_bytes().zip(before.0).map_or(0, |(now, before)| now.saturating_sub(before));
-        Self {
-            plan: plan.clone(),
-            planned,
-            device: job.device.clone(),
-            before,
-            slabs,
-            states: StateBytes::default(),
-            peak: 0,
-        }
+        Self { planned, device: job.device.clone(), before, slabs, states: StateBytes::default(), peak: 0 }
     }
 
     /// The current plan.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        &self.planned.plan
     }
 
     /// Replaces the plan during a run.
     pub fn replan(&mut self, plan: Plan, job: &Job) {
-        self.planned = out_of_memory::remember(&plan, job.allocations(&plan));
-        self.plan = plan;
+        let listed = job.allocations(&plan);
+        self.planned = out_of_memory::remember(plan, listed);
     }
 
     /// The plan with a list of allocations, for out-of-memory reports.
@@ -120,11 +111,11 @@ impl MemoryMonitor {
     /// largest rank, or the mean if the allocator does not count.
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
-            (true, Some(_), _) if self.plan.local > 1 => {
-                memory::largest_rank().0.saturating_sub(self.plan.peak.bytes.get(Component::Context))
+            (true, Some(_), _) if self.plan().local > 1 => {
+                memory::largest_rank().0.saturating_sub(self.plan().peak.bytes.get(Component::Context))
             }
             (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
-            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan().local,
             _ => {
                 // the values of a tensor in f32, from which others are made, are free once the device is done
                 let done = self.device.synchronize().ok();
@@ -161,9 +152,9 @@ impl MemoryMonitor {
     /// not count.
     pub fn measure(&mut self) {
         let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
-            (true, Some(_), _) if self.plan.local > 1 => memory::largest_rank().1,
+            (true, Some(_), _) if self.plan().local > 1 => memory::largest_rank().1,
             (true, Some(before), Some(peak)) => peak.saturating_sub(before),
-            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan().local,
             _ => ft_kernels::cuda::device_bytes(&self.device),
         };
         self.peak = self.peak.max(now);
@@ -181,7 +172,7 @@ impl MemoryMonitor {
 
     /// Formats the plan for `metrics.jsonl`.
     pub fn json(&self) -> Value {
-        let p = &self.plan;
+        let p = self.plan();
         let device: serde_json::Map<String, Value> =
             p.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
         json!({
@@ -196,7 +187,7 @@ impl MemoryMonitor {
 
     /// Formats the plan for the terminal.
     pub fn line(&self) -> String {
-        let p = &self.plan;
+        let p = self.plan();
         let budget = p.budget.map_or(String::new(), |b| format!(" of {}", report::bytes(b)));
         format!(
             "plan: {}{budget} at its peak, recomputing {} ({})",
@@ -209,8 +200,8 @@ impl MemoryMonitor {
     /// Returns a warning if plan and measurement differ too much.
     pub fn verdict(&self) -> Option<String> {
         // The memory pool of the device does not include the driver context.
-        let unseen = if self.device.is_cpu() { 0 } else { self.plan.peak.bytes.get(Component::Context) };
-        warning(&self.plan, self.states, unseen, self.peak)
+        let unseen = if self.device.is_cpu() { 0 } else { self.plan().peak.bytes.get(Component::Context) };
+        warning(self.plan(), self.states, unseen, self.peak)
     }
 
     /// Planned and measured bytes by purpose and by phase, for `metrics.jsonl`.
@@ -224,15 +215,15 @@ impl MemoryMonitor {
             let each = Phase::ALL.iter().zip(of).filter(|(_, b)| *b > 0);
             each.map(|(p, b)| (p.word().replace(' ', "_"), json!(b))).collect()
         };
-        let process = memory::peak_host_bytes().saturating_sub(self.before.1) / self.plan.local;
+        let process = memory::peak_host_bytes().saturating_sub(self.before.1) / self.plan().local;
         let mut out = json!({
-            "planned_process_bytes": self.plan.process(), "process_bytes": self.device.is_cpu().then_some(process),
-            "planned": table(StateBytes::planned(&self.plan).parts(self.plan.engine())),
+            "planned_process_bytes": self.plan().process(), "process_bytes": self.device.is_cpu().then_some(process),
+            "planned": table(StateBytes::planned(self.plan()).parts(self.plan().engine())),
             "measured": table(self.states.parts(self.peak)),
-            "planned_phases": phases(self.plan.peak.phases),
+            "planned_phases": phases(self.plan().peak.phases),
         });
         if let (true, Some(before)) = (self.device.is_cpu(), self.before.0) {
-            let measured = memory::phase_peaks().map(|b| b.saturating_sub(before) / self.plan.local);
+            let measured = memory::phase_peaks().map(|b| b.saturating_sub(before) / self.plan().local);
             out["measured_phases"] = Value::Object(phases(measured));
         }
         out

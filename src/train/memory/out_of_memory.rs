@@ -20,7 +20,7 @@ static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
 /// A plan with the list of its allocations.
 #[derive(Debug)]
 pub struct Planned {
-    plan: Plan,
+    pub(super) plan: Plan,
     listed: Vec<Allocation>,
 }
 
@@ -30,8 +30,8 @@ pub fn tell_failures() {
 }
 
 /// Stores a plan for reports of later allocation failures.
-pub fn remember(plan: &Plan, listed: Vec<Allocation>) -> Arc<Planned> {
-    let planned = Arc::new(Planned { plan: plan.clone(), listed });
+pub fn remember(plan: Plan, listed: Vec<Allocation>) -> Arc<Planned> {
+    let planned = Arc::new(Planned { plan, listed });
     if let Ok(mut p) = PLANNED.lock() {
         *p = Some(Arc::clone(&planned));
     }

@@ -200,10 +200,8 @@ impl<'a> Merge<'a> {
     }
 
     fn source(&self, name: &str) -> ft_base::Result<&Source> {
-        match self.sources.get(name) {
-            Some(s) => Ok(s),
-            None => Err(candle_core::Error::Msg(format!("{name} is not in the merged model")).into()),
-        }
+        let missing = || candle_core::Error::Msg(format!("{name} is not in the merged model"));
+        Ok(self.sources.get(name).ok_or_else(missing)?)
     }
 
     /// Returns the merged value, in f32, or in `dtype` if there is no update. For a 4-bit tensor with an

@@ -35,9 +35,7 @@ const DIVERGED: &str =
 pub struct Merging<'a> {
     /// Folder of the base.
     pub dir: &'a Path,
-    /// The base.
     pub base: &'a Base,
-    /// The adapter.
     pub adapter: &'a Adapter,
     /// Selection of the adapter.
     pub selection: &'a Selection,

@@ -25,13 +25,10 @@ pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> 
     }
     let read = Adapter::open(dir)?;
     for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
-        match read.get(&params.exported_tensor(i))? {
-            Some(held) => match params.trained_of(i, &held)? {
-                Some(value) => params.set(i, &value)?,
-                None => return Err(wrong(dir, format!("{} is not what was written", t.name)).into()),
-            },
-            None => return Err(wrong(dir, format!("{} is not in it", t.name)).into()),
-        }
+        let fail = |why: &str| wrong(dir, format!("{} is not {why}", t.name));
+        let held = read.get(&params.exported_tensor(i))?.ok_or_else(|| fail("in it"))?;
+        let value = params.trained_of(i, &held)?.ok_or_else(|| fail("what was written"))?;
+        params.set(i, &value)?;
     }
     Ok(())
 }

@@ -59,7 +59,7 @@ pub fn write(
         same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
     }
     if params.needs_others() {
-        command::announce(cx.comm, &Command::ReadBack(out.clone()))?;
+        command::announce(cx.comm, &Command::ReadBack(out.as_os_str().into()))?;
     }
     read_back(job, params, &out)?;
     job.trained().save(&out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?;

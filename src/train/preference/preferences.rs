@@ -39,7 +39,7 @@ impl Preferences {
     }
 
     /// Whether rewards are scores, not log-probabilities.
-    pub fn has_scores(&self) -> bool {
+    fn has_scores(&self) -> bool {
         self.objective.task == Task::Reward
     }
 
@@ -78,19 +78,14 @@ impl Preferences {
         out
     }
 
-    /// Gradient of the sum of the losses with respect to the scores of documents.
-    pub fn gradient(&self, m: &Micro, scores: &[f64], group: Group, tally: &mut Tally) -> Vec<f32> {
-        let scores: Vec<DocumentScore> = scores.iter().map(|s| (*s, 1)).collect();
-        self.add(&m.samples, &scores, group, tally).into_iter().map(|slope| slope as f32).collect()
-    }
-
-    /// Weights of the targets in the backward pass, from their losses.
-    pub fn weigh(&self, m: &Micro, losses: Vec<f64>, group: Group, tally: &mut Tally) -> Vec<f32> {
-        let scores = by_document(m, losses);
+    /// Weights of the targets in the backward pass, from their losses; or the gradient of the sum of the losses with
+    /// respect to the scores of documents.
+    pub fn weigh(&self, m: &Micro, outputs: Vec<f64>, group: Group, tally: &mut Tally) -> Vec<f32> {
+        let scores = by_document(m, outputs, self.has_scores());
         let slopes = self.add(&m.samples, &scores, group, tally);
-        let each =
-            scores.iter().zip(slopes).flat_map(|((_, n), slope)| std::iter::repeat_n(-slope as f32, *n));
-        each.collect()
+        let sign = if self.has_scores() { 1.0 } else { -1.0 };
+        let each = scores.iter().zip(slopes);
+        each.flat_map(|((_, n), slope)| std::iter::repeat_n((sign * slope) as f32, *n)).collect()
     }
 
     /// Mean loss of a tally.
@@ -139,9 +134,7 @@ impl Preferences {
     ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
         let samples = samples_of(data, 0..data.rows.len())?;
         let group = self.kl(scorer, data, (part, 0), &samples, stop)?;
-        let chunks: Vec<&[u32]> = samples.chunks(scorer.execution.micro_rows.max(1)).collect();
-        let micro = |i: usize| Micro::of_samples(data, chunks[i]);
-        let scores = scorer.scores(chunks.len(), &micro, stop, &|_| ())?;
+        let scores = scorer.scores(&samples, &|chunk| Micro::of_samples(data, chunk), stop, &|_| ())?;
         let mut contents = Vec::with_capacity(samples.len());
         for sample in &samples {
             contents.extend(data.samples.content(*sample as usize)?.map(|content| (*sample, content)));

@@ -54,9 +54,9 @@ impl ReferenceScores {
 #[derive(Clone, Copy)]
 pub struct ReferenceInputs<'a> {
     pub job: &'a Job,
-    pub train: Option<&'a Dataset>,
+    /// Training data, and the rows of the steps.
+    pub train: Option<(&'a Dataset, &'a Batches)>,
     pub eval: Option<&'a Dataset>,
-    pub batches: Option<&'a Batches>,
     pub execution: &'a Execution,
     pub comm: &'a dyn Comm,
     /// Identity of the run, on the first rank. It has the hash of another model.
@@ -64,12 +64,20 @@ pub struct ReferenceInputs<'a> {
 }
 
 impl ReferenceInputs<'_> {
-    /// Computes the log-probabilities, or reads them from the cache. All ranks call it together. `model` is the model
-    /// as loaded.
+    /// Computes the log-probabilities under the model as loaded, or reads them from the cache, unless they are `known`
+    /// from another model. All ranks call it together.
     ///
     /// # Errors
     /// As [`Scorer::scores`].
-    pub fn scores(&self, decoder: &Decoder, params: &Params) -> ft_base::Result<ReferenceScores> {
+    pub fn scores(
+        &self,
+        known: Option<ReferenceScores>,
+        decoder: &Decoder,
+        params: &Params,
+    ) -> ft_base::Result<ReferenceScores> {
+        if let Some(known) = known {
+            return Ok(known);
+        }
         let recipe = &self.job.recipe;
         if !recipe.task.has_reference() {
             return Ok(ReferenceScores::default());
@@ -139,7 +147,7 @@ impl ReferenceInputs<'_> {
         let mut out = ReferenceScores::default();
         let used = self.used()?;
         let held_out = (0..self.eval.map_or(0, |e| e.samples.len() as u32)).collect();
-        let parts = [(self.train, used), (self.eval, held_out)];
+        let parts = [(self.train.map(|(data, _)| data), used), (self.eval, held_out)];
         for (i, (data, samples)) in parts.into_iter().enumerate() {
             let Some(data) = data else { continue };
             out.samples[i] = self.of_samples(scorer, data, &samples)?;
@@ -152,10 +160,10 @@ impl ReferenceInputs<'_> {
 
     /// Samples of the training data in the steps of the run.
     fn used(&self) -> Result<Vec<u32>, ft_data::Error> {
-        let Some(train) = self.train else { return Ok(Vec::new()) };
+        let Some((train, batches)) = self.train else { return Ok(Vec::new()) };
         let (mut rows, all) = (BTreeSet::new(), train.rows.len());
-        for step in 0..self.batches.map_or(0, Batches::steps) {
-            rows.extend(self.batches.into_iter().flat_map(|b| b.rows(step)));
+        for step in 0..batches.steps() {
+            rows.extend(batches.rows(step));
             if rows.len() == all {
                 break;
             }
@@ -172,7 +180,6 @@ impl ReferenceInputs<'_> {
         data: &Dataset,
         samples: &[u32],
     ) -> ft_base::Result<Vec<[u64; 2]>> {
-        let chunks: Vec<&[u32]> = samples.chunks(self.execution.micro_rows.max(1)).collect();
         let bar = rows_bar();
         if self.comm.rank() == 0 {
             tell(&format!(
@@ -182,10 +189,10 @@ impl ReferenceInputs<'_> {
         }
         let each = |done: usize| {
             if self.comm.rank() == 0 {
-                bar.set_position((done * self.execution.micro_rows.max(1)) as u64);
+                bar.inc(done as u64);
             }
         };
-        let scores = scorer.scores(chunks.len(), &|i| Micro::of_samples(data, chunks[i]), &|| 0, &each);
+        let scores = scorer.scores(samples, &|chunk| Micro::of_samples(data, chunk), &|| 0, &each);
         bar.finish_and_clear();
         let scores = scores?;
         let mut scores = scores.iter().map(|(sum, _)| sum.to_bits());
@@ -201,7 +208,7 @@ impl ReferenceInputs<'_> {
 
     fn of_steps(&self, scorer: &Scorer<'_>) -> ft_base::Result<Vec<u64>> {
         let mut out = Vec::new();
-        let Some((train, batches)) = self.train.zip(self.batches) else { return Ok(out) };
+        let Some((train, batches)) = self.train else { return Ok(out) };
         for step in 0..batches.steps() {
             let samples = samples_of(train, batches.rows(step))?;
             out.extend(self.crossed(scorer, train, &samples)?);

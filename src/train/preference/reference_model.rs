@@ -63,8 +63,10 @@ pub fn hash(other: &Job) -> ft_base::Result<String> {
 /// Errors of the model; [`Error::Usage`]; too little memory.
 pub fn check(trained: &Job) -> ft_base::Result<Option<Job>> {
     let Some(other) = job(trained)? else { return Ok(None) };
-    let (place, source) = (trained.recipe.place("preference.reference"), &other.model.source);
-    let fail = |why: String| Err(Error::Usage(format!("{place}: {source}: {why}")).into());
+    let fail = |why: String| {
+        let why = format!("{}: {why}", other.model.source);
+        Err(Error::at(&trained.recipe, "preference.reference", why).into())
+    };
     let (theirs, own) = (other.config.vocab, trained.config.vocab);
     if theirs != own {
         return fail(format!("a vocabulary of {theirs} tokens, and the model's has {own}"));
@@ -94,6 +96,6 @@ pub fn check_trained(job: &Job) -> Result<(), Error> {
         _ => return Ok(()),
     };
     let hint = "run.eval_every evaluates in the run; preference.reference = PATH names a model";
-    let place = job.recipe.place("preference.reference");
-    Err(Error::Usage(format!("{place}: the reference is {why}, which only the run knows\n  hint: {hint}")))
+    let why = format!("the reference is {why}, which only the run knows\n  hint: {hint}");
+    Err(Error::at(&job.recipe, "preference.reference", why))
 }

@@ -27,10 +27,12 @@ pub struct Scorer<'a> {
 /// Sum of the log-probabilities of a document's targets, and their number. Of a reward model: the score, and 1.
 pub type DocumentScore = (f64, usize);
 
-/// Sums losses by document, with opposite sign.
-pub fn by_document(m: &Micro, losses: impl IntoIterator<Item = f64>) -> Vec<DocumentScore> {
-    let mut out = Vec::with_capacity(m.docs.len());
-    let mut losses = losses.into_iter();
+/// Sums losses by document, with opposite sign; outputs of a score head, if `are_scores`, stay as they are.
+pub fn by_document(m: &Micro, outputs: Vec<f64>, are_scores: bool) -> Vec<DocumentScore> {
+    if are_scores {
+        return outputs.into_iter().map(|score| (score, 1)).collect();
+    }
+    let (mut out, mut losses) = (Vec::with_capacity(m.docs.len()), outputs.into_iter());
     let (mut targets, mut end) = (m.targets.iter().peekable(), 0);
     for tokens in &m.docs {
         end += tokens;
@@ -45,26 +47,23 @@ pub fn by_document(m: &Micro, losses: impl IntoIterator<Item = f64>) -> Vec<Docu
 }
 
 impl Scorer<'_> {
-    /// Scores the documents of `count` micro-batches, in order, on all ranks. `each` is called after every turn
-    /// with the number of micro-batches done.
+    /// Scores documents, in order, on all ranks. `micro` makes a micro-batch of some `items`. `each` is called after
+    /// every turn with the number of its items.
     ///
     /// # Errors
     /// Unreadable rows; device errors; lost rank; [`crate::train::Error::Abandoned`].
-    pub fn scores(
+    pub fn scores<T>(
         &self,
-        count: usize,
-        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
+        items: &[T],
+        micro: &dyn Fn(&[T]) -> Result<Micro, ft_data::Error>,
         stop: Stop<'_>,
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<DocumentScore>> {
         let pairs = |m: &Micro, outputs: Vec<f64>| {
-            let scores = match self.decoder.head.scores {
-                true => outputs.into_iter().map(|score| (score, 1)).collect(),
-                false => by_document(m, outputs),
-            };
-            scores.into_iter().flat_map(|(sum, n): DocumentScore| [sum.to_bits(), n as u64]).collect()
+            let scores = by_document(m, outputs, self.decoder.head.scores);
+            scores.into_iter().flat_map(|(sum, n)| [sum.to_bits(), n as u64]).collect()
         };
-        let words = self.words(count, micro, &pairs, stop, each)?;
+        let words = self.words(items, micro, &pairs, stop, each)?;
         let pairs = words.as_chunks().0.iter();
         Ok(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)).collect())
     }
@@ -73,29 +72,29 @@ impl Scorer<'_> {
     ///
     /// # Errors
     /// As [`Scorer::scores`].
-    pub fn words(
+    pub fn words<T>(
         &self,
-        count: usize,
-        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
+        items: &[T],
+        micro: &dyn Fn(&[T]) -> Result<Micro, ft_data::Error>,
         of: &dyn Fn(&Micro, Vec<f64>) -> Vec<u64>,
         stop: Stop<'_>,
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<u64>> {
-        let (turn, own) = (self.ranks.data_parallel_size(), self.ranks.data_parallel_rank());
+        let chunks: Vec<&[T]> = items.chunks(self.execution.micro_rows.max(1)).collect();
         let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.row_groups());
         let apart = self.ranks.turns_between_checks();
-        for (i, first) in (0..count).step_by(turn).enumerate() {
+        for (i, turn) in chunks.chunks(self.ranks.data_parallel_size()).enumerate() {
             if i.is_multiple_of(apart) {
                 check_stop(self.ranks.comm, stop)?;
             }
-            let m = if first + own < count { micro(first + own)? } else { Micro::default() };
-            let own = LocalMicroBatch::new(m, context.as_ref());
+            let whole = turn.get(self.ranks.data_parallel_rank()).map(|items| micro(items)).transpose()?;
+            let own = LocalMicroBatch::new(whole.unwrap_or_default(), context.as_ref());
             let losses = self.one(&own)?;
             mine.push(if self.ranks.reports_loss() { of(&own.whole, losses) } else { Vec::new() });
             if mine.len() == EXCHANGE_EVERY {
                 self.exchange(&mut mine, &mut all)?;
             }
-            each((first + turn).min(count));
+            each(turn.iter().map(|items| items.len()).sum());
         }
         self.exchange(&mut mine, &mut all)?;
         Ok(all)
@@ -155,7 +154,5 @@ pub fn crossed(
 ) -> ft_base::Result<Vec<DocumentScore>> {
     let before = samples.iter().cycle().skip(samples.len().saturating_sub(1));
     let pairs: Vec<[u32; 2]> = samples.iter().zip(before).map(|(x, y)| [*x, *y]).collect();
-    let chunks: Vec<&[[u32; 2]]> = pairs.chunks(scorer.execution.micro_rows.max(1)).collect();
-    let micro = |i: usize| Micro::crossed(data, chunks[i], limit);
-    scorer.scores(chunks.len(), &micro, stop, &|_| ())
+    scorer.scores(&pairs, &|pairs| Micro::crossed(data, pairs, limit), stop, &|_| ())
 }

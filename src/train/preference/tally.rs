@@ -91,42 +91,24 @@ impl Tally {
 
     /// The metrics by name. `kl` belongs to rated completions. Scores have no log-probabilities.
     pub fn metrics(&self, kl: Option<f64>, (has_nll, has_logps): (bool, bool)) -> Map<String, Value> {
-        let mut out = Map::new();
-        let mut put = |name: &str, value: Value| out.insert(name.into(), value);
         let n = self.samples(kl.is_some()).max(1.0);
         let [rejected, chosen] = self.sides;
         let mean = |[n, rewards, logps]: [f64; 3]| (n > 0.0).then(|| (rewards / n, logps / n));
-        let (chosen_means, rejected_means) = (mean(chosen), mean(rejected));
-        if let Some((reward, _)) = chosen_means {
-            put("rewards_chosen", json!(reward));
-        }
-        if let Some((reward, _)) = rejected_means {
-            put("rewards_rejected", json!(reward));
-        }
-        if let (Some(c), Some(r)) = (chosen_means, rejected_means) {
-            put("margins", json!(c.0 - r.0));
-        }
-        if kl.is_none() {
-            put("accuracy", json!(self.correct / n));
-        }
-        for (name, means) in [("logps_chosen", chosen_means), ("logps_rejected", rejected_means)] {
-            if let Some((_, logps)) = means.filter(|_| has_logps) {
-                put(name, json!(logps));
-            }
-        }
-        if has_nll {
-            put("nll", json!(self.nll / n));
-        }
-        match kl {
-            Some(kl) => {
-                put("kl", json!(kl));
-                put("rows", json!(n as u64));
-                put("desirable", json!(chosen[0] as u64));
-            }
-            None => {
-                put("pairs", json!(n as u64));
-            }
-        }
-        out
+        let (c, r) = (mean(chosen), mean(rejected));
+        let reward = |means: Option<(f64, f64)>| means.map(|(reward, _)| json!(reward));
+        let logps = |means: Option<(f64, f64)>| means.filter(|_| has_logps).map(|(_, logps)| json!(logps));
+        let all = [
+            ("rewards_chosen", reward(c)),
+            ("rewards_rejected", reward(r)),
+            ("margins", c.zip(r).map(|(c, r)| json!(c.0 - r.0))),
+            ("accuracy", kl.is_none().then(|| json!(self.correct / n))),
+            ("logps_chosen", logps(c)),
+            ("logps_rejected", logps(r)),
+            ("nll", has_nll.then(|| json!(self.nll / n))),
+            ("kl", kl.map(|kl| json!(kl))),
+            (if kl.is_some() { "rows" } else { "pairs" }, Some(json!(n as u64))),
+            ("desirable", kl.map(|_| json!(chosen[0] as u64))),
+        ];
+        all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
     }
 }

@@ -28,9 +28,8 @@ pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)>
 /// # Errors
 /// NCCL on the CPU; MPI on CUDA.
 pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
-    carries_nothing(r, cuda).map_or(Ok(()), |(what, hint)| {
-        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", r.place("parallel.comm"))))
-    })
+    let Some((what, hint)) = carries_nothing(r, cuda) else { return Ok(()) };
+    Err(Error::at(r, "parallel.comm", format!("{what}\n  hint: {hint}")))
 }
 
 /// Checks that this machine can run the ranks of the recipe.
@@ -41,7 +40,7 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
 pub fn check(job: &Job) -> Result<(), Error> {
     let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
     let fail = |key: &str, what: String, hint: &str| {
-        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", job.recipe.place(key))))
+        Err(Error::at(&job.recipe, key, format!("{what}\n  hint: {hint}")))
     };
     check_comm(&job.recipe, cuda)?;
     let drops = |(m, choice): &(Module, Choice)| {

@@ -5,13 +5,13 @@
 //! files are therefore handled in one place, and ranks cannot disagree.
 
 use super::inputs::RunInputs;
-use super::shard::{load, load_checkpoint, other_reference, ready, save};
+use super::shard::{load, load_checkpoint, ready, save};
 use crate::train::Error;
 use crate::train::eval::{evaluate, logits_of_all};
 use crate::train::job::Job;
 use crate::train::output;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{Gather, Stop, TrainContext, finite};
+use crate::train::step::{Gather, StepInput, Stop, TrainContext, finite};
 use ft_base::memory::place;
 use ft_engine::load::Base;
 use ft_engine::ranks::{self, Comm};
@@ -37,7 +37,7 @@ pub fn on_device<R>(
 /// # Errors
 /// Errors of this rank; lost rank.
 pub fn follow(inputs: &RunInputs, base: &Base, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let reference = other_reference(inputs, None, comm)?;
+    let reference = inputs.reference(None, comm).of_other()?;
     let model = ready(inputs, load(&inputs.job, base, comm)?, (reference, None), comm)?;
     let cx = inputs.context(&model, comm);
     let gather = Gather::new(&model.decoder, &model.params, comm);
@@ -75,7 +75,7 @@ fn execute(
             broken::check(&job.recipe.run.output, comm.rank(), n)?;
             let (rows, times) = (inputs.batches.rows(n as usize), &mut Times::off());
             let lr = |peak: f64| inputs.schedule.at(n as usize, peak);
-            let input = inputs.step_input(&rows, n, &lr);
+            let input = StepInput { data: &inputs.data, rows: &rows, step: n, lr: &lr };
             let output = cx.accumulate(&input, times, stop)?;
             cx.update(&input, &output, times)
         }
@@ -87,15 +87,15 @@ fn execute(
         Command::Save(step, dir) => {
             place::enter(place::Phase::Save, 0);
             finite::check_weights(params, comm, step)?;
-            save(cx, &dir)
+            save(cx, dir.as_ref())
         }
         Command::Forward | Command::Read(_) => {
             Walk::chosen(decoder, None, &inputs.execution).hooks(gather).idle_forward()
         }
         Command::Probe(of) => logits_of_all(cx, gather, of).map(drop),
         Command::Collect => output::give(cx, gather),
-        Command::ReadBack(dir) => output::read_back(job, params, &dir),
-        Command::Load(dir) => load_checkpoint(params, &dir, comm),
+        Command::ReadBack(dir) => output::read_back(job, params, dir.as_ref()),
+        Command::Load(dir) => load_checkpoint(params, dir.as_ref(), comm),
         Command::End => Ok(()),
     }
 }

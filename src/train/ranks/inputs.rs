@@ -2,11 +2,13 @@
 
 use crate::train::job::{Job, rows};
 use crate::train::memory::Planned;
-use crate::train::step::{LossScale, StepInput, TrainContext, TrainedModel};
+use crate::train::preference::ReferenceInputs;
+use crate::train::step::{LossScale, TrainContext, TrainedModel};
 use ft_data::{Batches, Dataset};
-use ft_engine::optim::{Rate, Schedule};
+use ft_engine::optim::Schedule;
 use ft_engine::ranks::Comm;
 use ft_engine::walk::Execution;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -44,8 +46,13 @@ impl RunInputs {
         TrainContext::new(&self.job, model, comm, self.execution, self.loss_scale)
     }
 
-    /// Input of step `step`, numbered from 0.
-    pub fn step_input<'a>(&'a self, rows: &'a [usize], step: u64, lr: Rate<'a>) -> StepInput<'a> {
-        StepInput { data: &self.data, rows, step, lr }
+    /// Reference of the run on a rank, with the identity of the run on the first one.
+    pub fn reference<'a>(
+        &'a self,
+        identity: Option<&'a BTreeMap<String, String>>,
+        comm: &'a dyn Comm,
+    ) -> ReferenceInputs<'a> {
+        let (job, execution, eval) = (&self.job, &self.execution, self.eval.as_deref());
+        ReferenceInputs { job, train: Some((&self.data, &self.batches)), eval, execution, comm, identity }
     }
 }

@@ -12,6 +12,6 @@ pub use check::{carries_nothing, check, check_comm};
 pub use follow::broken;
 pub use follow::{follow, on_device};
 pub use inputs::RunInputs;
-pub use remote::RemoteRanks;
-pub use shard::{load, load_checkpoint, other_reference, ready, save};
+pub use remote::{BEGUN, OPENED, RemoteRanks, StartMessage, agree};
+pub use shard::{load, load_checkpoint, ready, save};
 pub use threads::{RankThreads, group};

@@ -3,7 +3,7 @@
 use super::inputs::RunInputs;
 use crate::train::checkpoint::state;
 use crate::train::job::Job;
-use crate::train::preference::{ReferenceInputs, ReferenceScores};
+use crate::train::preference::ReferenceScores;
 use crate::train::step::{TrainContext, TrainedModel};
 use ft_engine::load::Base;
 use ft_engine::model::{Decoder, units};
@@ -48,36 +48,6 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
     Ok(loaded)
 }
 
-/// Reference of a run on this rank, with the identity of the run on the first rank.
-fn reference<'a>(
-    inputs: &'a RunInputs,
-    identity: Option<&'a BTreeMap<String, String>>,
-    comm: &'a dyn Comm,
-) -> ReferenceInputs<'a> {
-    ReferenceInputs {
-        job: &inputs.job,
-        train: Some(&inputs.data),
-        eval: inputs.eval.as_deref(),
-        batches: Some(&inputs.batches),
-        execution: &inputs.execution,
-        comm,
-        identity,
-    }
-}
-
-/// Computes the reference of another model, before the model that trains is loaded. `None` if `preference.reference`
-/// names no other model. `identity` is that of the run, on the first rank.
-///
-/// # Errors
-/// As [`ReferenceInputs::of_other`].
-pub fn other_reference(
-    inputs: &RunInputs,
-    identity: Option<&BTreeMap<String, String>>,
-    comm: &dyn Comm,
-) -> ft_base::Result<Option<ReferenceScores>> {
-    reference(inputs, identity, comm).of_other()
-}
-
 /// Makes a loaded model ready for the first step of this process: computes the reference unless it is known, and loads
 /// this rank's shard of the checkpoint to resume. Begins after all ranks have called it, and returns after all are
 /// ready. `identity` is that of the run, on the first rank.
@@ -94,8 +64,8 @@ pub fn ready(
     comm.barrier(LOADED)?;
     let mut model = TrainedModel::new(&inputs.job, loaded);
     if let Some(preferences) = &mut model.preferences {
-        let compute = || reference(inputs, identity, comm).scores(&model.decoder, &model.params);
-        preferences.reference = known.map_or_else(compute, Ok)?;
+        let reference = inputs.reference(identity, comm);
+        preferences.reference = reference.scores(known, &model.decoder, &model.params)?;
     }
     if let Some(dir) = &inputs.checkpoint {
         state::load(dir, &model.params)?;

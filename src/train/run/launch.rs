@@ -18,29 +18,28 @@ pub fn run(mut recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
         ranks::check_comm(&recipe, recipe.run.device == ft_recipe::Device::Cuda)?;
     }
     if recipe.parallel.local.is_some() && launch.is_none() && recipe.parallel.ranks() > 1 {
-        let hint = "leave it out: ranks are then threads; or `ft run`";
-        let why = "parallel.local: only `ft run` starts processes, and this is another program";
-        return Err(Error::Usage(format!("{}: {why}\n  hint: {hint}", recipe.place("parallel.local"))).into());
+        let why = "parallel.local: only `ft run` starts processes, and this is another program\n  hint: leave it \
+                   out: ranks are then threads; or `ft run`";
+        return Err(Error::at(&recipe, "parallel.local", why).into());
     }
-    match (recipe.parallel.comm, &launch) {
-        (ft_recipe::Comm::Threads, Some(Launch { world, .. })) => {
-            let hint = format!("leave parallel.comm out, and parallel.data={world}; or no launcher");
-            Err(Error::Usage(format!(
-                "{}: {world} processes were started, and parallel.comm = \"threads\" is for the ranks \
-                    of one\n  hint: {hint}",
-                recipe.place("parallel.comm")
-            ))
-            .into())
-        }
+    let refused = match (recipe.parallel.comm, &launch) {
+        (ft_recipe::Comm::Threads, Some(Launch { world, .. })) => Some(format!(
+            "{world} processes were started, and parallel.comm = \"threads\" is for the ranks of one\n  hint: leave \
+             parallel.comm out, and parallel.data={world}; or no launcher"
+        )),
         (ft_recipe::Comm::Mpi, Some(Launch { rendezvous: Rendezvous::At(..), .. })) => {
-            let what = "parallel.comm = \"mpi\", and the launcher has set RANK, WORLD_SIZE and MASTER_ADDR";
-            let hint = "leave parallel.comm out, or start the processes with mpirun";
-            Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("parallel.comm"))).into())
+            let why = "parallel.comm = \"mpi\", and the launcher has set RANK, WORLD_SIZE and MASTER_ADDR\n  hint: \
+                       leave parallel.comm out, or start the processes with mpirun";
+            Some(why.into())
         }
-        (ft_recipe::Comm::Mpi, _) | (_, Some(_)) => processes::run(recipe, options, launch.as_ref()),
-        _ => {
-            auto_layout::choose(&mut recipe, None)?;
-            run_first(recipe, options, None)
-        }
+        _ => None,
+    };
+    if let Some(why) = refused {
+        return Err(Error::at(&recipe, "parallel.comm", why).into());
     }
+    if launch.is_some() || recipe.parallel.comm == ft_recipe::Comm::Mpi {
+        return processes::run(recipe, options, launch.as_ref());
+    }
+    auto_layout::choose(&mut recipe, None)?;
+    run_first(recipe, options, None)
 }

@@ -20,7 +20,7 @@ use ft_recipe::{Recipe, Reference};
 pub fn run_first(
     recipe: Recipe,
     options: &Options,
-    remote: Option<&dyn RemoteRanks>,
+    remote: Option<&RemoteRanks<'_>>,
 ) -> ft_base::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
@@ -41,8 +41,7 @@ pub fn run_first(
     let outcome = match prepare(recipe, options, remote, signals)? {
         Prepared::Finished(result) => Outcome::Already { result },
         Prepared::Ready(run, monitor) => {
-            let planned = monitor.planned();
-            train(&run, *monitor, remote).map_err(|e| planned.explain(e))?
+            train(&run, *monitor, remote).map_err(|e| run.inputs.planned.explain(e))?
         }
     };
     if let (Some((record, recipe)), Outcome::Done { result } | Outcome::Already { result }) =
@@ -57,10 +56,10 @@ pub fn run_first(
 fn train(
     run: &PreparedRun,
     monitor: MemoryMonitor,
-    remote: Option<&dyn RemoteRanks>,
+    remote: Option<&RemoteRanks<'_>>,
 ) -> ft_base::Result<Outcome> {
     if let Some(remote) = remote {
-        return lead(run, monitor, remote.comm(), &mut |_| remote.begin(&run.inputs));
+        return lead(run, monitor, remote.comm, &mut |_| remote.begin(&run.inputs));
     }
     let parallel = &run.inputs.job.recipe.parallel;
     let (comm, mut others) = ranks::group(parallel);
@@ -102,7 +101,7 @@ fn lead(
     run.identity.loading(&base)?;
     follow(&base)?;
     ranks::on_device(job, comm, |comm| {
-        let reference = ranks::other_reference(&run.inputs, identity, comm)?;
+        let reference = run.inputs.reference(identity, comm).of_other()?;
         let loaded = ranks::load(job, &base, comm)?;
         run.identity.loaded(&base)?;
         drop(base);

@@ -1,7 +1,7 @@
 //! Output of a run: events in `metrics.jsonl`, progress, and the summary.
 
 use super::server::ServerEvent;
-use crate::log::{Metrics, Observer, TensorBoard, unix_time};
+use crate::log::{Metrics, TensorBoard, unix_time};
 #[cfg(feature = "hub")]
 use crate::log::{MlFlow, MlFlowRun};
 use crate::train::Error;
@@ -25,10 +25,10 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Metrics and progress of a run.
+/// Metrics and progress of a run. Methods fail if the metrics cannot be written.
 pub struct RunLog {
-    metrics: Metrics,
-    progress: Progress,
+    pub metrics: Metrics,
+    pub progress: Progress,
     schedule: Schedule,
     /// Learning rates by parameter group, highest first.
     rates: Vec<LearningRate>,
@@ -39,22 +39,12 @@ pub struct RunLog {
     tokens: u64,
 }
 
-/// Cost of a step.
-pub struct StepTime {
-    pub seconds: f64,
-    /// Bytes received from other ranks before the step; and of these, within layers: keys and values, rows of
-    /// experts.
-    pub received: [u64; 2],
-}
-
-impl StepTime {
-    /// Bytes that this rank has received from other ranks so far; and of these, within layers: keys and values, rows of
-    /// experts, hidden states of other stages, tokens around cut matrices.
-    pub fn received(comm: &dyn Comm) -> [u64; 2] {
-        let of = |axis| comm.received().along(axis);
-        let within = [Axis::Context, Axis::Expert, Axis::Pipeline, Axis::Tensor];
-        [comm.received().total(), within.into_iter().map(of).sum()]
-    }
+/// Bytes that this rank has received from other ranks so far; and of these, within layers: keys and values, rows of
+/// experts, hidden states of other stages, tokens around cut matrices.
+pub fn received(comm: &dyn Comm) -> [u64; 2] {
+    let of = |axis| comm.received().along(axis);
+    let within = [Axis::Context, Axis::Expert, Axis::Pipeline, Axis::Tensor];
+    [comm.received().total(), within.into_iter().map(of).sum()]
 }
 
 impl RunLog {
@@ -85,35 +75,12 @@ impl RunLog {
         Ok(Self { metrics, progress, schedule, rates, load, seconds: 0.0, tokens: 0 })
     }
 
-    /// Number of events of this kind for the resumed step.
-    pub fn count(&self, event: &str) -> usize {
-        self.metrics.count(event)
-    }
-
-    /// Shows later events to an observer.
-    pub fn observe(&mut self, observer: &Observer) {
-        self.metrics.observe(observer.clone());
-    }
-
-    /// Whether the observer has ended the run.
-    pub fn is_ended(&self) -> bool {
-        self.metrics.is_ended()
-    }
-
     /// Prints a line above the progress bar.
     pub fn line(&self, text: &str) {
         self.progress.line(text);
     }
 
-    /// Ends the progress bar.
-    pub fn end_progress(&self) {
-        self.progress.finish();
-    }
-
     /// Writes the `start` or `resume` event, and prints the plan of the run.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn start(
         &mut self,
         cx: &TrainContext<'_>,
@@ -176,29 +143,26 @@ impl RunLog {
     /// bar.
     ///
     /// `lr` in the event is the highest learning rate. With more than one, `learning_rates` lists all, in
-    /// the order of the `start` event.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
+    /// the order of the `start` event. `before` are the bytes that [`received`] counted before the step.
     pub fn step(
         &mut self,
         cx: &TrainContext<'_>,
         output: &StepOutput,
         step: usize,
-        time: &StepTime,
+        (seconds, before): (f64, [u64; 2]),
         peak: u64,
     ) -> ft_base::Result<()> {
-        self.seconds += time.seconds;
+        self.seconds += seconds;
         self.tokens += output.tokens as u64;
         let optimizer = &cx.job.recipe.optimizer;
         let of = |r: &LearningRate| self.schedule.at(step, r.base(optimizer)) * r.lr_scale;
         let rates: Vec<f64> = self.rates.iter().map(of).collect();
         let lr = rates.iter().copied().fold(0.0, f64::max);
-        let rate = output.tokens as f64 / time.seconds;
+        let rate = output.tokens as f64 / seconds;
         let done = step as u64 + 1;
         let mut event = json!({
             "event": "step", "step": done, "loss": output.loss, "grad_norm": output.grad_norm, "lr": lr,
-            "tokens": output.tokens, "target_tokens": output.targets, "seconds": time.seconds,
+            "tokens": output.tokens, "target_tokens": output.targets, "seconds": seconds,
             "tokens_per_second": rate, "peak_device_bytes": peak, "peak_host_bytes": memory::peak_host_bytes(),
         });
         let (coefficients, (aux, z)) = (cx.router(), output.router_losses);
@@ -210,11 +174,11 @@ impl RunLog {
         }
         add_metrics(&mut event, &output.metrics);
         if cx.comm.world() > 1 {
-            let [all, exchanged] = StepTime::received(cx.comm);
-            event["wire_bytes"] = json!(all - time.received[0]);
+            let [all, exchanged] = received(cx.comm);
+            event["wire_bytes"] = json!(all - before[0]);
             let p = &cx.job.recipe.parallel;
             if [p.context, p.expert, p.pipeline, p.tensor].iter().any(|n| *n > 1) {
-                event["wire_bytes_exchanged"] = json!(exchanged - time.received[1]);
+                event["wire_bytes_exchanged"] = json!(exchanged - before[1]);
             }
         }
         if let Some(scale) = cx.loss_scale.get() {
@@ -230,9 +194,6 @@ impl RunLog {
 
     /// Accumulates the expert load of a step; writes an `experts` event every [`LOAD_EVERY`] steps and
     /// after the last.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn experts(&mut self, step: u64, load: &Load, last: bool) -> ft_base::Result<()> {
         if load.layers.is_empty() {
             return Ok(());
@@ -247,9 +208,6 @@ impl RunLog {
     }
 
     /// Reports an event of the server. Errors of the server do not stop the run.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn server(&mut self, step: u64, event: ServerEvent) -> ft_base::Result<()> {
         let (event, line) = match event {
             ServerEvent::Listening(address, process) => (
@@ -267,9 +225,6 @@ impl RunLog {
     }
 
     /// Writes the `replanned` event of a step, numbered from 0, with a warning.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn replanned(
         &mut self,
         step: u64,
@@ -292,9 +247,6 @@ impl RunLog {
     }
 
     /// Writes the `eval` event, and an `answer` event for each answer.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn evaluation(
         &mut self,
         step: u64,
@@ -325,9 +277,6 @@ impl RunLog {
     }
 
     /// Writes the `sample` event of prompt `number`, from 1.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn sample(
         &mut self,
         step: u64,
@@ -346,16 +295,13 @@ impl RunLog {
     }
 
     /// Writes the `checkpoint` event.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn checkpoint(&mut self, step: u64, path: &Path) -> ft_base::Result<()> {
         Ok(self.metrics.write(&json!({"event": "checkpoint", "step": step, "path": path}))?)
     }
 
     /// Writes the `stopped` event with the error of the run.
     pub fn stopped(&mut self, step: u64, e: &ft_base::Error, monitor: &MemoryMonitor) {
-        self.end_progress();
+        self.progress.finish();
         let event = json!({
             "event": "stopped", "step": step, "code": e.exit_code() as u8, "why": e.to_string(), "time": unix_time(),
             "memory": monitor.compared(),
@@ -366,9 +312,6 @@ impl RunLog {
 
     /// Writes the `end` event, with a warning if plan and measured memory differ. `of` is the step of the
     /// result.
-    ///
-    /// # Errors
-    /// The metrics cannot be written.
     pub fn end(&mut self, step: u64, of: u64, result: &Path, monitor: &MemoryMonitor) -> ft_base::Result<()> {
         if let Some(warning) = monitor.verdict() {
             self.line(&warning);
@@ -427,8 +370,8 @@ pub fn check(recipe: &Recipe) -> Result<(), Error> {
     if recipe.log.mlflow.is_none() || cfg!(feature = "hub") {
         return Ok(());
     }
-    let why = "this ft is built without its hub feature\n  hint: build it with --features hub";
-    Err(Error::Usage(format!("{}: log.mlflow: {why}", recipe.place("log.mlflow"))))
+    let why = "log.mlflow: this ft is built without its hub feature\n  hint: build it with --features hub";
+    Err(Error::at(recipe, "log.mlflow", why))
 }
 
 /// The run for the server of `log.mlflow`.

@@ -5,7 +5,7 @@ use super::log;
 use super::options::Options;
 use super::server;
 use super::signals::Signals;
-use crate::log::{Observer, read_metrics};
+use crate::log::read_metrics;
 use crate::train::Error;
 use crate::train::bench::probe_before;
 use crate::train::checkpoint::identity::Identity;
@@ -38,14 +38,7 @@ pub struct PreparedRun {
     pub identity: Identity,
     pub checkpoints: Checkpoints,
     pub signals: Signals,
-    /// Remove the checkpoints after the one to resume.
-    pub rewind: bool,
-    /// Replace the contents of the run folder.
-    pub overwrite: bool,
-    /// Executable of the server.
-    pub program: Option<PathBuf>,
-    /// The program's own observer.
-    pub observer: Option<Observer>,
+    pub options: Options,
 }
 
 /// Outcome of the checks.
@@ -116,7 +109,7 @@ impl Resume {
 pub fn prepare(
     recipe: Recipe,
     options: &Options,
-    remote: Option<&dyn RemoteRanks>,
+    remote: Option<&RemoteRanks<'_>>,
     signals: Signals,
 ) -> ft_base::Result<Prepared> {
     let dir = recipe.run.output.clone();
@@ -158,8 +151,10 @@ pub fn prepare(
         limits::check(&job, &plan)?;
     }
     let monitor = MemoryMonitor::begin(&plan, &job);
+    let first = LossScale::new(job.dtype, job.recipe.memory.scale);
+    let resumed = resume.as_ref().and_then(|r| r.state.loss_scale);
     let inputs = RunInputs {
-        loss_scale: loss_scale(&job, resume.as_ref()),
+        loss_scale: first.map(|first| resumed.unwrap_or(first)),
         job,
         data,
         eval,
@@ -169,18 +164,8 @@ pub fn prepare(
         checkpoint: resume.as_ref().map(|r| r.checkpoint.path.clone()),
         planned: monitor.planned(),
     };
-    let run = PreparedRun {
-        inputs: Arc::new(inputs),
-        dir,
-        resume,
-        identity,
-        checkpoints,
-        signals,
-        rewind: options.step.is_some(),
-        overwrite: options.overwrite,
-        program: options.program.clone(),
-        observer: options.observer.clone(),
-    };
+    let (inputs, options) = (Arc::new(inputs), options.clone());
+    let run = PreparedRun { inputs, dir, resume, identity, checkpoints, signals, options };
     Ok(Prepared::Ready(Box::new(run), Box::new(monitor)))
 }
 
@@ -209,12 +194,6 @@ fn check_resume(
     Ok(false)
 }
 
-/// Initial or resumed loss scale, for f16.
-fn loss_scale(job: &Job, resume: Option<&Resume>) -> Option<LossScale> {
-    let first = LossScale::new(job.dtype, job.recipe.memory.scale)?;
-    Some(resume.and_then(|r| r.state.loss_scale).unwrap_or(first))
-}
-
 /// Job and data of a run, checked without a plan.
 struct CheckedInputs {
     job: Job,
@@ -234,7 +213,7 @@ struct CheckedInputs {
 fn check_inputs(
     recipe: Recipe,
     options: &Options,
-    remote: Option<&dyn RemoteRanks>,
+    remote: Option<&RemoteRanks<'_>>,
 ) -> ft_base::Result<CheckedInputs> {
     let dir = recipe.run.output.clone();
     limits::before_download(&recipe)?;

@@ -32,9 +32,8 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
     if recipe.serve.devices.is_empty() {
         return Ok(());
     }
-    let fail = |what: String, hint: &str| {
-        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("serve.devices"))))
-    };
+    let fail =
+        |what: String, hint: &str| Err(Error::at(recipe, "serve.devices", format!("{what}\n  hint: {hint}")));
     if !cfg!(feature = "serve") {
         let hint = "build it with --features serve, or leave serve.devices out";
         return fail("this ft is built without its serve feature".into(), hint);
@@ -103,9 +102,8 @@ impl Server {
         let program = program.filter(|_| !job.recipe.serve.devices.is_empty())?;
         if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
             warn(
-                "run.save_every = 0: until the run ends there is no checkpoint, and the server answers \
-                as the model was \
-                 before the first step",
+                "run.save_every = 0: until the run ends there is no checkpoint, and the server answers as the model \
+                 was before the first step",
             );
         }
         match spawn(program, &job.recipe.serve, dir) {

@@ -1,7 +1,7 @@
 //! The loop over steps, with evaluation, checkpoints, signals, and the result at the end.
 
 use super::folder::clear;
-use super::log::{RunLog, StepTime};
+use super::log::{RunLog, received};
 use super::options::Outcome;
 use super::prepare::PreparedRun;
 use super::server::Server;
@@ -15,7 +15,7 @@ use crate::train::memory::MemoryMonitor;
 use crate::train::output;
 use crate::train::ranks;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{Gather, StepOutput, TrainContext, TrainedModel, finite};
+use crate::train::step::{Gather, StepInput, StepOutput, TrainContext, TrainedModel, finite};
 use candle_core::Device;
 use ft_base::error::ExitCode;
 use ft_base::memory::place;
@@ -59,27 +59,27 @@ impl<'a> Trainer<'a> {
     /// Disk errors.
     pub fn new(run: &'a PreparedRun, cx: TrainContext<'a>, monitor: MemoryMonitor) -> ft_base::Result<Self> {
         let (job, dir) = (cx.job, &run.dir);
-        if run.overwrite {
+        if run.options.overwrite {
             // Deletes old files only after all checks have passed.
             clear(job, dir)?;
             Checkpoints::open(&dir.join(CHECKPOINTS))?;
         }
         store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
         let resumed = run.resume.as_ref().map(|_| run.done());
-        if run.rewind {
+        if run.options.step.is_some() {
             // Checkpoints go before metrics, so that a crash in between leaves no checkpoint newer than the metrics.
             run.checkpoints.keep_to(run.done(), usize::MAX, None)?;
         }
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);
         let mut log = RunLog::open(dir, &job.recipe, resumed, run.total(), (rates, run.inputs.schedule))?;
-        run.observer.iter().for_each(|observer| log.observe(observer));
+        run.options.observer.iter().for_each(|observer| log.metrics.observe(observer.clone()));
         let events = read_metrics(&dir.join("metrics.jsonl"))?;
         let history = if job.recipe.run.keep_best {
             EvalHistory::with_checkpoints(job.recipe.run.best, events, &run.checkpoints, run.done())
         } else {
             EvalHistory::of(job.recipe.run.best, &events)
         };
-        let server = Server::start(run.program.as_deref(), job, dir);
+        let server = Server::start(run.options.program.as_deref(), job, dir);
         run.signals.hold();
         let divergence = DivergenceCheck::default();
         let done = run.done();
@@ -106,13 +106,13 @@ impl<'a> Trainer<'a> {
         self.begin()?;
         if first > 0 && self.is_due(self.cx.job.recipe.run.eval_every, first) {
             // Repeats what was interrupted after the checkpoint.
-            if self.log.count("eval") == 0 {
+            if self.log.metrics.count("eval") == 0 {
                 self.evaluate()?;
             }
             self.sample()?;
         }
         for step in first..total {
-            if step > first && self.log.is_ended() {
+            if step > first && self.log.metrics.is_ended() {
                 self.log.line(&format!("ended by the observer after step {}", self.done));
                 break;
             }
@@ -173,7 +173,7 @@ impl<'a> Trainer<'a> {
         let (run, started) = (self.run, Instant::now());
         let rows = run.inputs.batches.rows(step);
         command::announce(self.cx.comm, &Command::Step(step as u64))?;
-        let received = StepTime::received(self.cx.comm);
+        let before = received(self.cx.comm);
         let output = self.update(&rows, step).map_err(|e| self.after_abandoned(e))?;
         if !self.reached && output.targets > 0 {
             self.check_reached(&output)?;
@@ -181,9 +181,9 @@ impl<'a> Trainer<'a> {
         }
         self.done = step as u64 + 1;
         let last = step + 1 == run.total();
-        let time = StepTime { seconds: started.elapsed().as_secs_f64(), received };
+        let seconds = started.elapsed().as_secs_f64();
         self.monitor.measure();
-        self.log.step(&self.cx, &output, step, &time, self.monitor.peak())?;
+        self.log.step(&self.cx, &output, step, (seconds, before), self.monitor.peak())?;
         while let Some(news) = self.server.as_mut().and_then(Server::poll) {
             self.log.server(self.done, news)?;
         }
@@ -198,7 +198,7 @@ impl<'a> Trainer<'a> {
     fn update(&mut self, rows: &[usize], step: usize) -> ft_base::Result<StepOutput> {
         let (run, times) = (self.run, &mut Times::off());
         let lr = |peak: f64| run.inputs.schedule.at(step, peak);
-        let input = run.inputs.step_input(rows, step as u64, &lr);
+        let input = StepInput { data: &run.inputs.data, rows, step: step as u64, lr: &lr };
         // Other ranks follow the original plan.
         let young = step - (run.done() as usize) < REPLANNED_STEPS;
         let again = young && self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
@@ -281,7 +281,7 @@ impl<'a> Trainer<'a> {
     fn sample(&mut self) -> ft_base::Result<()> {
         let job = self.cx.job;
         let prompts = &job.recipe.log.samples;
-        let resumed = self.done == self.run.done() && self.log.count("sample") >= prompts.len();
+        let resumed = self.done == self.run.done() && self.log.metrics.count("sample") >= prompts.len();
         let (Some(tokenizer), false) = (&job.tokenizer, resumed || self.sampled == Some(self.done)) else {
             return Ok(());
         };
@@ -327,7 +327,7 @@ impl<'a> Trainer<'a> {
                 "after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on"
             )
         };
-        self.log.end_progress();
+        self.log.progress.finish();
         Err(Error::Signal { name, saved, code }.into())
     }
 
@@ -364,7 +364,7 @@ impl<'a> Trainer<'a> {
         // From here on, a signal loses nothing: the result appears whole or not at all.
         run.signals.release();
         let step = self.load_best()?;
-        self.log.end_progress();
+        self.log.progress.finish();
         let result = self.write_result(step)?;
         command::announce(self.cx.comm, &Command::End)?;
         self.monitor.measure();
@@ -385,7 +385,7 @@ impl<'a> Trainer<'a> {
         let best = self.history.best().filter(|(step, _)| keep_best && *step != self.done);
         let Some((step, value)) = best else { return Ok(self.done) };
         let folder = self.run.checkpoints.whole(step)?.path;
-        command::announce(self.cx.comm, &Command::Load(folder.clone()))?;
+        command::announce(self.cx.comm, &Command::Load(folder.as_os_str().into()))?;
         ranks::load_checkpoint(&self.cx.model.params, &folder, self.cx.comm)?;
         let told = self.history.told(value);
         self.log.line(&format!("the result is that of step {step}: evaluation {told}"));

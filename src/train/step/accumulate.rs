@@ -95,8 +95,8 @@ impl TrainContext<'_> {
             router_losses: sums.router_losses,
             load: sums.load,
             grad_norm,
-            tokens: batches.tokens,
-            targets: batches.targets,
+            tokens: batches.size.tokens,
+            targets: batches.size.targets,
             reached: sums.reached,
         })
     }
@@ -108,22 +108,17 @@ impl TrainContext<'_> {
         input: &StepInput<'_>,
         stop: Stop<'_>,
     ) -> ft_base::Result<Option<StepObjective<'_>>> {
-        let Some(of) = self.objective(Part::Train) else { return Ok(None) };
-        let Objective::Preferences(preferences, _) = of else {
-            return Ok(Some(StepObjective { of, group: None }));
+        let preferences = match self.objective(Part::Train) {
+            None => return Ok(None),
+            Some(Objective::Classes(classes)) => return Ok(Some(StepObjective::Classes(classes))),
+            Some(Objective::Preferences(preferences, _)) => preferences,
         };
         let gather = Gather::new(&self.model.decoder, &self.model.params, self.comm);
         let samples = samples_of(input.data, input.rows.iter().copied())?;
         let first = input.step as usize * self.job.recipe.run.batch_rows;
         let place = (Part::Train, first);
         let group = preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop)?;
-        Ok(Some(StepObjective { of, group: Some(group) }))
-    }
-
-    /// Coefficients of the router losses, times a factor.
-    fn router_times(&self, factor: f64) -> RouterLosses {
-        let RouterLosses { aux, z } = self.router();
-        RouterLosses { aux: aux * factor, z: z * factor }
+        Ok(Some(StepObjective::Preferences(preferences, group)))
     }
 
     /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
@@ -136,7 +131,8 @@ impl TrainContext<'_> {
         let Passes { batches, accum, reduce, .. } = *passes;
         let params = &self.model.params;
         let share = 1.0 / batches.all.len().max(1) as f64;
-        let router = self.router_times(share * self.loss_factor());
+        let (RouterLosses { aux, z }, factor) = (self.router(), share * self.loss_factor());
+        let router = RouterLosses { aux: aux * factor, z: z * factor };
         let mut got = Collected::default();
         if self.ranks().stages() > 1 {
             check_stop(self.comm, stop)?;
@@ -176,18 +172,13 @@ impl TrainContext<'_> {
         let (decoder, lowest) = (&self.model.decoder, self.model.params.lowest_unit());
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
         let (factor, ranks) = (self.loss_factor(), self.ranks());
-        let (context, mut unsaid, mut first) = (ranks.row_groups(), Tally::default(), (0, 0));
+        let (context, mut unsaid) = (ranks.row_groups(), Tally::default());
         for turn in batches.all.chunks(ranks.data_parallel_size()) {
             check_stop(self.comm, stop)?;
             let mut own = None;
-            for (i, (rows, size)) in turn.iter().enumerate() {
-                if i == ranks.data_parallel_rank() {
-                    own = Some((
-                        LocalMicroBatch::new(Micro::collate(input.data, rows)?, context.as_ref()),
-                        first,
-                    ));
-                }
-                first = (first.0 + size.tokens, first.1 + size.targets);
+            if let Some((rows, first)) = turn.get(ranks.data_parallel_rank()) {
+                let whole = Micro::collate(input.data, rows)?;
+                own = Some((LocalMicroBatch::new(whole, context.as_ref()), *first));
             }
             if let Some((own, first)) = own.filter(|(own, _)| !own.is_empty()) {
                 let random = (first, Some((seed, input.step)));
@@ -243,7 +234,7 @@ pub(super) fn weigh(
 ) -> candle_core::Result<Tensor> {
     let values = loss::on_host(losses.to_vec())?.concat();
     let values = own.whole_losses(values).map_err(candle_core::Error::wrap)?;
-    let mut weights = own.own_of(objective.weigh(&own.whole, values, tally)?);
+    let mut weights = own.own_of(objective.weigh(&own.whole, values, tally));
     let n = weights.len();
     // A device has no address for zero bytes.
     weights.resize(n.max(1), 0.0);

@@ -4,16 +4,16 @@ use crate::train::Error;
 use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::Reading;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::ffi::OsString;
 
-/// Next operation of all ranks.
+/// Next operation of all ranks. Paths are strings of the system, because not all are UTF-8.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
     /// A step, numbered from 0.
     Step(u64),
     Evaluate,
     /// This rank's shard of a checkpoint: number of completed steps, and folder.
-    Save(u64, #[serde(with = "path_bytes")] PathBuf),
+    Save(u64, OsString),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
     /// Tokens of a document of the first rank, to read on all stages.
@@ -23,9 +23,9 @@ pub enum Command {
     /// Parts of the result that only their ranks know go to the first rank.
     Collect,
     /// Loading of the result in a folder, for the check after writing.
-    ReadBack(#[serde(with = "path_bytes")] PathBuf),
+    ReadBack(OsString),
     /// Loading of a checkpoint.
-    Load(#[serde(with = "path_bytes")] PathBuf),
+    Load(OsString),
     /// End of the run.
     End,
 }
@@ -39,21 +39,6 @@ pub struct Probed {
 }
 
 const NEXT: CollectiveId = CollectiveId::all("what comes next");
-
-/// Serialization of paths as bytes, because not all are UTF-8.
-mod path_bytes {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-    use std::ffi::OsString;
-    use std::path::{Path, PathBuf};
-
-    pub fn serialize<S: Serializer>(path: &Path, s: S) -> Result<S::Ok, S::Error> {
-        path.as_os_str().serialize(s)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<PathBuf, D::Error> {
-        OsString::deserialize(d).map(PathBuf::from)
-    }
-}
 
 /// Announces the next operation. Called by the first rank.
 ///

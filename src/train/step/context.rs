@@ -1,7 +1,6 @@
 //! Inputs and result of a step.
 
 use super::{LossScale, Ranks};
-use crate::train::classify::Classes;
 use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
@@ -20,32 +19,25 @@ use std::cell::Cell;
 
 /// A loaded model, with all states of its training.
 pub struct TrainedModel {
-    /// The model.
     pub decoder: Decoder,
     /// Trained tensors and optimizer states.
     pub params: Params,
-    /// The optimizer.
     pub optimizer: Optimizer,
     /// The task, if it compares or rates completions.
     pub preferences: Option<Preferences>,
-    /// The task, if it classifies.
-    pub classes: Option<Classes>,
 }
 
 impl TrainedModel {
     /// Creates the optimizer of a loaded model. Without a reference yet.
     pub fn new(job: &Job, (decoder, params): (Decoder, Params)) -> Self {
         let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-        let (preferences, classes) = (Preferences::of(&job.recipe), Classes::of(&job.recipe));
-        Self { decoder, params, optimizer, preferences, classes }
+        Self { decoder, params, optimizer, preferences: Preferences::of(&job.recipe) }
     }
 }
 
 /// Inputs of all steps of a run on one rank.
 pub struct TrainContext<'a> {
-    /// The resolved recipe.
     pub job: &'a Job,
-    /// The model.
     pub model: &'a TrainedModel,
     /// All ranks; [`ft_engine::ranks::alone`] for a single one.
     pub comm: &'a dyn Comm,
@@ -85,7 +77,7 @@ impl<'a> TrainContext<'a> {
 
     /// The task, if its loss is of whole documents, on a part of the data.
     pub fn objective(&self, part: Part) -> Option<Objective<'a>> {
-        Objective::of((self.model.preferences.as_ref(), self.model.classes.as_ref()), part)
+        Objective::of(&self.job.recipe, self.model.preferences.as_ref(), part)
     }
 
     /// Settings of task "distill".

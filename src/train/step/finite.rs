@@ -94,7 +94,7 @@ pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Re
     let states = |u: &FlatParam, r: &Range<usize>| {
         let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
         for p in u.projected.iter().filter(|p| r.contains(&params.slots[p.index].offset)) {
-            let (rows, cols) = p.low();
+            let (rows, cols) = p.low;
             moments &= p.moments.finite(&(0..rows * cols))?;
         }
         let kept = moments && held_finite(&u.master, r)?;

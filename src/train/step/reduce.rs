@@ -21,9 +21,6 @@ use ft_kernels::optimizer::Squares;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-const SUM: &str = "the sum of gradients";
-const GATHERING: &str = "the gathering of gradients";
-
 /// Reduces the gradients of an accumulator over ranks, around the visits of a training pass. Includes the gathering
 /// of weights.
 pub struct Reduce<'a> {
@@ -47,10 +44,10 @@ pub struct Reduce<'a> {
 
 /// A pending reduction.
 struct Open<'a> {
-    unit: usize,
+    flat: &'a FlatParam,
     arrival: PendingTransfer,
-    /// Buffers and local sum of replicated gradients; the sum is all-gathered afterwards.
-    part: Option<(&'a FlatParam, Tensor)>,
+    /// Local sum of replicated gradients, all-gathered afterwards.
+    part: Option<Tensor>,
 }
 
 /// Optimizer update within the backward pass (`optimizer.in_backward`).
@@ -116,15 +113,11 @@ impl<'a> Reduce<'a> {
                 self.sum(*number, flat)?;
                 continue;
             };
-            let group = self.params.split.group(self.comm, flat.kind);
             let shared = self.params.split.mesh.stage() > 1;
             let mine = if shared { self.accum.take(*number)? } else { Some(values.clone()) };
             let part = Tensor::zeros(flat.part.len(), DType::F32, values.real()?.device())?;
-            group
-                .reduce_scatter(CollectiveId::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?
-                .wait()?;
-            let parts = flat.shard.parts(flat.len);
-            group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, values)?.wait()?;
+            self.scatter(flat, mine, &part)?.wait()?;
+            self.gather_parts(flat, part, values)?.wait()?;
         }
         Ok(())
     }
@@ -153,23 +146,41 @@ impl<'a> Reduce<'a> {
         Ok(())
     }
 
+    /// Starts the sum of a buffer's gradients over ranks: this rank gets one part, added to `to`.
+    fn scatter(
+        &self,
+        flat: &FlatParam,
+        mine: Option<Tensor>,
+        to: &Tensor,
+    ) -> ft_base::Result<PendingTransfer> {
+        let group = self.params.split.group(self.comm, flat.kind);
+        let at = CollectiveId::unit("the sum of gradients", flat.unit);
+        group.reduce_scatter(at, mine, flat.part.clone(), to)
+    }
+
+    /// Starts the all-gather of the parts of a sum to `to`.
+    fn gather_parts(&self, flat: &FlatParam, part: Tensor, to: &Tensor) -> ft_base::Result<PendingTransfer> {
+        let group = self.params.split.group(self.comm, flat.kind);
+        let at = CollectiveId::unit("the gathering of gradients", flat.unit);
+        group.all_gather(at, part, &flat.shard.parts(flat.len), to)
+    }
+
     /// Gradients for the update of a buffer on this rank: the whole buffer, or the shard of this rank.
     fn for_update(&self, number: usize, flat: &FlatParam, device: &Device) -> ft_base::Result<LocalShard> {
         let mine = self.accum.take(number)?;
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
-        let group = self.params.split.group(self.comm, flat.kind);
-        if group.world() == 1 {
+        if self.params.split.group(self.comm, flat.kind).world() == 1 {
             // No token reached the trained tensors of this buffer.
             let values = mine.map_or_else(|| zeros(flat.len), Ok)?;
             return Ok(LocalShard { at: 0..flat.len, values });
         }
         let part = zeros(flat.part.len())?;
-        group.reduce_scatter(CollectiveId::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
+        self.scatter(flat, mine, &part)?.wait()?;
         if flat.shard.stage >= 1 {
             return Ok(LocalShard { at: flat.part.clone(), values: part });
         }
-        let (values, parts) = (zeros(flat.len)?, flat.shard.parts(flat.len));
-        group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, &values)?.wait()?;
+        let values = zeros(flat.len)?;
+        self.gather_parts(flat, part, &values)?.wait()?;
         Ok(LocalShard { at: 0..flat.len, values })
     }
 
@@ -181,33 +192,25 @@ impl<'a> Reduce<'a> {
         }
         let mine = self.accum.take(number)?;
         let Some(LocalShard { values, .. }) = &flat.grads else { return Ok(()) };
-        let (at, group) = (CollectiveId::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
-        let open = if flat.shard.stage >= 2 {
-            let arrival = group.reduce_scatter(at, mine, flat.part.clone(), values)?;
-            Open { unit: flat.unit, arrival, part: None }
+        // Below ZeRO stage 2, every rank sums one part, and the parts are then all-gathered.
+        let part = if flat.shard.stage >= 2 {
+            None
         } else {
-            // Every rank sums one part, and the parts are then all-gathered.
-            let part: Tensor =
-                values.narrow(0, flat.part.start, flat.part.len())?.real()?.force_contiguous()?.into();
-            let arrival = group.reduce_scatter(at, mine, flat.part.clone(), &part)?;
-            Open { unit: flat.unit, arrival, part: Some((flat, part)) }
+            let part = values.narrow(0, flat.part.start, flat.part.len())?;
+            Some(Tensor::from(part.real()?.force_contiguous()?))
         };
-        self.open.borrow_mut().push_back(open);
+        let arrival = self.scatter(flat, mine, part.as_ref().unwrap_or(values))?;
+        self.open.borrow_mut().push_back(Open { flat, arrival, part });
         if values.device().is_cpu() { self.close(None) } else { Ok(()) }
     }
 
     /// Completes the pending reductions, except those of the unit `keep`.
     fn close(&self, keep: Option<usize>) -> ft_base::Result<()> {
-        while self.open.borrow().front().is_some_and(|open| Some(open.unit) != keep) {
-            let Some(Open { arrival, part, .. }) = self.open.borrow_mut().pop_front() else { break };
+        while self.open.borrow().front().is_some_and(|open| Some(open.flat.unit) != keep) {
+            let Some(Open { flat, arrival, part }) = self.open.borrow_mut().pop_front() else { break };
             arrival.wait()?;
-            if let Some((flat, part)) = part
-                && let Some(LocalShard { values, .. }) = &flat.grads
-            {
-                let group = self.params.split.group(self.comm, flat.kind);
-                let parts = flat.shard.parts(flat.len);
-                let arrival =
-                    group.all_gather(CollectiveId::unit(GATHERING, flat.unit), part, &parts, values)?;
+            if let (Some(part), Some(LocalShard { values, .. })) = (part, &flat.grads) {
+                let arrival = self.gather_parts(flat, part, values)?;
                 // Completes before the next all-gather, or at the end of the micro-batch.
                 self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), PendingTransfer::wait)?;
             }

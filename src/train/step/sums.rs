@@ -4,6 +4,7 @@ use crate::train::preference::{Tally, WORDS};
 use ft_engine::ranks::{CollectiveId, Comm};
 use ft_engine::walk::{Load, Routing};
 use ft_kernels::loss;
+use serde::{Deserialize, Serialize};
 
 /// What the micro-batches of a rank leave, read at the end of the step.
 #[derive(Default)]
@@ -38,6 +39,16 @@ pub struct Sums {
     pub tally: Tally,
 }
 
+/// [`Sums`] of a rank, with the bits of numbers, since JSON rounds them.
+#[derive(Serialize, Deserialize)]
+struct Words {
+    numbers: [u64; 4],
+    squares: Vec<(usize, u64)>,
+    tally: [u64; WORDS],
+    reached: Vec<bool>,
+    load: Vec<(usize, Vec<u64>)>,
+}
+
 impl Sums {
     /// Adds the expert load of a micro-batch, and its router losses with factor `share`, if used.
     ///
@@ -60,47 +71,31 @@ impl Sums {
     /// Lost rank.
     pub fn over_ranks(&self, comm: &dyn Comm, stages: usize) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
-        let numbers = [self.loss, self.divergence, aux, z];
-        let mut words: Vec<u64> = numbers.map(f64::to_bits).into();
-        words.push(self.squares.len() as u64);
-        words.extend(self.squares.iter().flat_map(|(number, sum)| [*number as u64, sum.to_bits()]));
-        words.extend(self.tally.words());
-        words.extend(self.reached.iter().map(|r| u64::from(*r)));
-        for (layer, counts) in &self.load.layers {
-            words.extend([*layer as u64, counts.len() as u64]);
-            words.extend(counts);
-        }
+        let words = Words {
+            numbers: [self.loss, self.divergence, aux, z].map(f64::to_bits),
+            squares: self.squares.iter().map(|(number, sum)| (*number, sum.to_bits())).collect(),
+            tally: self.tally.words(),
+            reached: self.reached.clone(),
+            load: self.load.layers.clone(),
+        };
+        let all = comm.all_gather_object(CollectiveId::all("the loss and the gradient norm"), &words)?;
         let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
-        let mut squares: Vec<Vec<(u64, f64)>> = vec![Vec::new(); comm.world() / stages.max(1)];
-        for (rank, words) in comm
-            .all_gather_object(CollectiveId::all("the loss and the gradient norm"), &words)?
-            .into_iter()
-            .enumerate()
-        {
-            let mut words = words.into_iter();
-            let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
-            sum.loss += number();
-            sum.divergence += number();
-            sum.router_losses.0 += number();
-            sum.router_losses.1 += number();
-            let (place, count) = (rank % squares.len().max(1), words.next().unwrap_or(0));
-            for _ in 0..count {
-                squares[place].extend(words.next().zip(words.next().map(f64::from_bits)));
-            }
-            let tally: Vec<u64> = words.by_ref().take(WORDS).collect();
-            if let Ok(tally) = tally.try_into() {
-                sum.tally.add(tally);
-            }
-            sum.reached.iter_mut().zip(&mut words).for_each(|(r, w)| *r |= w != 0);
-            let mut load = Load::default();
-            while let (Some(layer), Some(n)) = (words.next(), words.next()) {
-                load.layers.push((layer as usize, words.by_ref().take(n as usize).collect()));
-            }
-            sum.load.merge(&load);
+        let mut squares: Vec<Vec<(usize, u64)>> = vec![Vec::new(); comm.world() / stages.max(1)];
+        for (rank, words) in all.into_iter().enumerate() {
+            let [loss, divergence, aux, z] = words.numbers.map(f64::from_bits);
+            sum.loss += loss;
+            sum.divergence += divergence;
+            sum.router_losses.0 += aux;
+            sum.router_losses.1 += z;
+            let place = rank % squares.len().max(1);
+            squares[place].extend(words.squares);
+            sum.tally.add(words.tally);
+            sum.reached.iter_mut().zip(words.reached).for_each(|(all, own)| *all |= own);
+            sum.load.merge(&Load { layers: words.load });
         }
-        let of_place = |mut own: Vec<(u64, f64)>| {
+        let of_place = |mut own: Vec<(usize, u64)>| {
             own.sort_by_key(|(number, _)| *number);
-            own.into_iter().map(|(_, sum)| sum).sum::<f64>()
+            own.into_iter().map(|(_, sum)| f64::from_bits(sum)).sum::<f64>()
         };
         sum.squares.push((0, squares.into_iter().map(of_place).sum()));
         Ok(sum)

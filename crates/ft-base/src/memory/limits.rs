@@ -62,8 +62,7 @@ fn groups(root: &Path) -> impl Iterator<Item = u64> {
 
 /// The folders from `mount/inside` up to `mount`.
 fn up(mount: &Path, inside: &Path) -> impl Iterator<Item = PathBuf> {
-    let below: Vec<PathBuf> = inside.ancestors().map(|p| mount.join(p)).collect();
-    below.into_iter()
+    inside.ancestors().map(move |p| mount.join(p))
 }
 
 /// Reads a `/proc` or `/sys` file. Reserves 8 KiB up front because such files report size 0, and the
@@ -81,11 +80,7 @@ fn number(path: &Path) -> Option<u64> {
 /// Reads a line "KEY N" of `memory.stat`.
 fn stat(dir: &Path, key: &str) -> u64 {
     let text = text(&dir.join("memory.stat")).unwrap_or_default();
-    let found = text.lines().find_map(|l| {
-        let (name, value) = l.split_once(' ')?;
-        (name == key).then(|| value.trim().parse().ok()).flatten()
-    });
-    found.unwrap_or(0)
+    text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok()).unwrap_or(0)
 }
 
 /// Bytes left in a group with a limit. Inactive file cache counts as free because the kernel reclaims

@@ -140,8 +140,12 @@ pub fn warn(text: &str) {
 /// # Errors
 /// I/O errors, including a closed pipe.
 pub fn print(text: &str) -> io::Result<()> {
+    put(&escape(text))
+}
+
+fn put(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(escape(text).as_bytes())?;
+    out.write_all(text.as_bytes())?;
     out.flush()
 }
 
@@ -150,12 +154,7 @@ pub fn print(text: &str) -> io::Result<()> {
 /// # Errors
 /// I/O errors, including a closed pipe.
 pub fn print_escaped(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    match is_capable(&io::stdout()) {
-        true => out.write_all(wrap(text, width()).as_bytes())?,
-        false => out.write_all(text.as_bytes())?,
-    }
-    out.flush()
+    if is_capable(&io::stdout()) { put(&wrap(text, width())) } else { put(text) }
 }
 
 /// As [`print()`], wrapped on a terminal.

@@ -15,24 +15,17 @@ pub fn width() -> usize {
 /// columns more than its start, or as the second of two columns. Source lines, behind a `|`, stay whole, and so does
 /// a word longer than a line; color codes take no column.
 pub fn wrap(text: &str, width: usize) -> String {
-    let mut out = String::with_capacity(text.len() + 16);
-    for (i, line) in text.split('\n').enumerate() {
-        if i > 0 {
-            out.push('\n');
-        }
-        wrap_line(line, width, &mut out);
-    }
-    out
+    text.split('\n').map(|line| wrap_line(line, width)).collect::<Vec<_>>().join("\n")
 }
 
-fn wrap_line(line: &str, width: usize, out: &mut String) {
+fn wrap_line(line: &str, width: usize) -> String {
     if measure_text_width(line) <= width || is_source(line) {
-        return out.push_str(line);
+        return line.to_string();
     }
     let indent = line.len() - line.trim_start_matches(' ').len();
     let hang = second_column(line, indent).filter(|column| *column <= width / 2);
     let rest = " ".repeat(hang.unwrap_or(indent + 2).min(width / 2));
-    out.push_str(&line[..indent]);
+    let mut out = line[..indent].to_string();
     let mut column = indent;
     let mut gap = 0;
     for word in line[indent..].split(' ') {
@@ -50,6 +43,7 @@ fn wrap_line(line: &str, width: usize, out: &mut String) {
         }
         gap += 1;
     }
+    out
 }
 
 /// Whether a line quotes a file: `12 | text`.

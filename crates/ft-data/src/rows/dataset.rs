@@ -132,14 +132,6 @@ impl Dataset {
         Ok((train, Some(eval)))
     }
 
-    /// Number of samples of another dataset also present in this one.
-    ///
-    /// # Errors
-    /// A token file that can no longer be read.
-    pub fn shared_with(&self, other: &Dataset) -> Result<usize, Error> {
-        self.samples.shared_with(&other.samples)
-    }
-
     /// Loads both parts as far as possible, and collects all problems, at most `limit` of them.
     pub fn check(
         cfg: &ft_recipe::Data,
@@ -350,27 +342,22 @@ impl<'a> Loader<'a> {
         if let Some(hit) = entry.find(strict, true) {
             return Ok(hit);
         }
-        let why =
-            match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, files, source))
-            {
-                Ok(PassResult { writer, found, clean }) if clean && entry.is_current() => {
-                    match entry.commit(writer, &found) {
-                        Ok(written) => match entry.find(strict, false) {
-                            Some(hit) => {
-                                self.written.push(written);
-                                return Ok(hit);
-                            }
-                            None => None,
-                        },
-                        Err(e) => Some(e),
+        let writer = entry.writer().map_err(PassError::Write);
+        match writer.and_then(|writer| self.pass(writer, encoder, files, source)) {
+            Ok((writer, found, true)) if entry.is_current() => match entry.commit(writer, &found) {
+                Ok(written) => {
+                    if let Some(hit) = entry.find(strict, false) {
+                        self.written.push(written);
+                        return Ok(hit);
                     }
                 }
-                // not cached: a command that stops at bad rows would miss these
-                Ok(PassResult { writer, found, .. }) => return Ok((writer.finish()?, found)),
-                Err(PassError::Write(e)) => Some(e),
-                Err(PassError::Data(e)) => return Err(e),
-            };
-        why.iter().for_each(warn_uncached);
+                Err(e) => warn_uncached(&e),
+            },
+            // not cached: a command that stops at bad rows would miss these
+            Ok((writer, found, _)) => return Ok((writer.finish()?, found)),
+            Err(PassError::Write(e)) => warn_uncached(&e),
+            Err(PassError::Data(e)) => return Err(e),
+        }
         self.read_files(encoder, files, source)
     }
 
@@ -382,23 +369,24 @@ impl<'a> Loader<'a> {
         source: &ft_recipe::Source,
     ) -> Result<(TokenStore, SourceStats), Error> {
         match self.pass(StoreWriter::memory(), encoder, files, source) {
-            Ok(PassResult { writer, found, .. }) => Ok((writer.finish()?, found)),
+            Ok((writer, found, _)) => Ok((writer.finish()?, found)),
             Err(PassError::Data(e)) => Err(e),
             Err(PassError::Write(e)) => Err(e.into()),
         }
     }
 
+    /// Reads a source. Also returns whether the pass had no problems.
     fn pass(
         &mut self,
         mut writer: StoreWriter,
         encoder: &Encoder<'_>,
         files: &[PathBuf],
         source: &ft_recipe::Source,
-    ) -> Result<PassResult, PassError> {
+    ) -> Result<(StoreWriter, SourceStats, bool), PassError> {
         let mut pass = SourcePass::new(encoder, &mut self.problems, &self.bar, &mut writer);
         pass.over(files, source)?;
         let SourcePass { found, clean, .. } = pass;
-        Ok(PassResult { writer, found, clean })
+        Ok((writer, found, clean))
     }
 
     /// Checks the model folder for files required by a format.
@@ -433,14 +421,6 @@ impl<'a> Loader<'a> {
             _ => Ok(()),
         }
     }
-}
-
-/// Result of a pass.
-struct PassResult {
-    writer: StoreWriter,
-    found: SourceStats,
-    /// Whether the pass had no problems.
-    clean: bool,
 }
 
 /// Selects the samples of `part`, if an `eval_share` is set.

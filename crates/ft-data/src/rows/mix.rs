@@ -104,9 +104,6 @@ pub(super) struct MixtureReader<'a> {
 
 impl MixtureReader<'_> {
     /// The sample at position `at < len`.
-    ///
-    /// # Errors
-    /// A list that can no longer be read.
     pub fn at(&mut self, at: usize) -> Result<u32, Error> {
         let number = self.mix.ranges.partition_point(|p| p.before <= at).saturating_sub(1);
         let Some(range) = self.mix.ranges.get(number) else { return Ok(u32::MAX) };

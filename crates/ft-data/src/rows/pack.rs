@@ -10,9 +10,6 @@ type EmitRow<'a> = &'a mut dyn FnMut(&[Item]) -> Result<(), Error>;
 
 /// Packs samples into rows of at most `max` tokens, in order: closes a row if the next sample does not fit
 /// (next-fit).
-///
-/// # Errors
-/// Errors of the samples and of `each`.
 pub(crate) fn in_order(
     samples: impl Iterator<Item = Result<Item, Error>>,
     max: usize,
@@ -37,9 +34,6 @@ pub(crate) fn in_order(
 ///
 /// A random order mixes long and short samples in all rows; sorting by length would pack slightly denser.
 /// Rows with equal space are used last in, first out. The cost is O(n log n).
-///
-/// # Errors
-/// Errors of `each`.
 pub(crate) fn best_fit(items: &[Item], max: usize, stream: Stream, each: EmitRow<'_>) -> Result<(), Error> {
     let permutation = stream.permutation(saturating_u32(items.len()));
     // the row of every sample, in permuted order, and the number of samples per row

@@ -52,9 +52,6 @@ impl Lists {
 
 impl Rows {
     /// Builds rows from lists of sample numbers.
-    ///
-    /// # Errors
-    /// None in practice, for samples in memory.
     pub(crate) fn of(rows: &[Vec<usize>], samples: &Samples) -> Result<Self, Error> {
         let (mut reader, mut writer) = (samples.reader(), RowsWriter::packed(&Scratch::default()));
         for row in rows {
@@ -161,9 +158,6 @@ impl RowsWriter {
     }
 
     /// Appends a row.
-    ///
-    /// # Errors
-    /// A list that can no longer be read.
     pub fn row(&mut self, items: &[Item]) -> Result<(), Error> {
         let tokens: u64 = items.iter().map(|i| u64::from(i.tokens)).sum();
         self.rows.tokens += tokens;
@@ -184,9 +178,6 @@ impl RowsWriter {
     }
 
     /// Finishes the rows; without packing, the rows are the samples of `mix`.
-    ///
-    /// # Errors
-    /// As [`RowsWriter::row`].
     pub fn finish(self, mix: Mixture) -> Result<Rows, Error> {
         let packed = match self.lists {
             None => None,

@@ -31,14 +31,6 @@ pub(crate) enum Note {
 }
 
 impl Note {
-    /// The quoted name of an unread key.
-    fn row_key(&self) -> Option<String> {
-        match self {
-            Note::RowKey { key, .. } => Some(format!("{key:?}")),
-            _ => None,
-        }
-    }
-
     /// A sentence about `rows` rows.
     fn told(&self, rows: usize) -> String {
         let s = if rows == 1 { "1 row" } else { &format!("{rows} rows") };
@@ -135,12 +127,9 @@ impl Notes {
     pub fn told(&self) -> Vec<String> {
         let told = |(note, rows, first): &(Note, usize, Location)| {
             let text = note.told(*rows);
-            let (text, hint) = text.split_once('\n').map_or((text.as_str(), None), |(t, h)| (t, Some(h)));
-            let first = if *rows == 1 { format!("({first})") } else { format!("(the first: {first})") };
-            match hint {
-                Some(hint) => format!("{text} {first}\n{hint}"),
-                None => format!("{text} {first}"),
-            }
+            let (text, hint) = text.split_at(text.find('\n').unwrap_or(text.len()));
+            let the = if *rows == 1 { "" } else { "the first: " };
+            format!("{text} ({the}{first}){hint}")
         };
         let more = (self.more > 0).then(|| format!("{} more such keys or markers are not shown", self.more));
         let is_key = |kind: &&(Note, usize, Location)| matches!(kind.0, Note::RowKey { .. });
@@ -159,7 +148,11 @@ impl Notes {
 
     /// One sentence about several unread keys.
     fn told_keys(keys: &[&(Note, usize, Location)], first: &Location) -> String {
-        let names: Vec<String> = keys.iter().filter_map(|(note, ..)| note.row_key()).collect();
+        let name = |(note, ..): &&(Note, usize, Location)| match note {
+            Note::RowKey { key, .. } => Some(format!("{key:?}")),
+            _ => None,
+        };
+        let names: Vec<String> = keys.iter().filter_map(name).collect();
         let rows = keys.iter().map(|k| k.1).max().unwrap_or_default();
         let s = if rows == 1 { "1 row".into() } else { format!("{rows} rows") };
         format!(

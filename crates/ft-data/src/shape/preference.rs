@@ -39,18 +39,19 @@ impl Schema {
                     both[0][..same].to_vec()
                 }
             };
-            let [chosen, rejected] = both.map(|list| self.answered(row, &prompt, list));
-            let (chosen, rejected) = (
-                chosen.map_err(|e| format!("chosen: {e}"))?,
-                rejected.map_err(|e| format!("rejected: {e}"))?,
-            );
-            return Ok(Sample::Pair(Box::new([chosen, rejected])));
+            let side =
+                |name: &str, list| self.answered(row, &prompt, list).map_err(|e| format!("{name}: {e}"));
+            let [chosen, rejected] = both;
+            return Ok(Sample::Pair(Box::new([side("chosen", chosen)?, side("rejected", rejected)?])));
         }
         self.refuses_system(row)?;
         let (chosen, rejected) = (self.text(row, "chosen", true)?, self.text(row, "rejected", true)?);
-        let completed = match self.prompt_text(row)? {
-            Some(prompt) => [chosen, rejected].map(|c| (prompt.to_string(), format!("{prompt}{c}"))),
-            None => {
+        let completed = match row.get(self.name("prompt")) {
+            Some(prompt) if !prompt.is_null() => {
+                let prompt = self.text(row, "prompt", false)?;
+                [chosen, rejected].map(|c| (prompt.to_string(), format!("{prompt}{c}")))
+            }
+            _ => {
                 let prompt = common(chosen, rejected);
                 if prompt.is_empty() {
                     return Err(self.no_prompt(row));
@@ -174,13 +175,6 @@ impl Schema {
             None => Err(missing(name, row)),
             Some(Value::Null) => Err(format!("{name} is null")),
             Some(value) => Ok(value),
-        }
-    }
-
-    fn prompt_text<'a>(&self, row: &'a Row) -> Result<Option<&'a str>, String> {
-        match row.get(self.name("prompt")) {
-            None | Some(Value::Null) => Ok(None),
-            Some(_) => self.text(row, "prompt", false).map(Some),
         }
     }
 

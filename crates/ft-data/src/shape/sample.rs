@@ -40,7 +40,7 @@ impl Schema {
         };
         // if both names of the message list occur, only one is read
         let list = self.list_of(&row);
-        let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
+        let other = |key: &str| self.format == Format::Messages && self.lists().contains(&key) && key != list;
         let read = |key: &str| self.reads(key) && !other(key);
         of_row(&row, (self, scores), &read, notes)?;
         match self.format {
@@ -70,7 +70,7 @@ impl Schema {
         let ids = self.numbers(row, "input_ids", 0)?;
         let labels = match row.get(self.name("labels")) {
             None | Some(Value::Null) => ids.clone(),
-            Some(_) => self.numbers(row, "labels", i64::from(IGNORE_INDEX))?,
+            Some(_) => self.numbers(row, "labels", IGNORE_INDEX)?,
         };
         if ids.len() != labels.len() {
             return Err(format!(
@@ -216,26 +216,22 @@ impl Schema {
         }
     }
 
+    /// Token ids, or the number `other`.
     pub(super) fn numbers(
         &self,
         row: &Map<String, Value>,
         name: &str,
-        least: i64,
+        other: i32,
     ) -> Result<Vec<i32>, String> {
         let name = self.name(name);
         let list = match row.get(name) {
             None => return Err(missing(name, row)),
             Some(Value::Array(list)) => list,
-            Some(other) => {
-                return Err(format!("{name}: expected an array of numbers, found {}", kind(other)));
-            }
+            Some(v) => return Err(format!("{name}: expected an array of numbers, found {}", kind(v))),
         };
-        let unsupervised = i64::from(IGNORE_INDEX);
         let number = |(i, v): (usize, &Value)| {
-            let n = v.as_i64().and_then(|n| i32::try_from(n).ok());
-            // negative labels other than -100 are invalid
-            n.filter(|n| i64::from(*n) >= 0 || (least < 0 && i64::from(*n) == unsupervised))
-                .ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
+            let n = v.as_i64().and_then(|n| i32::try_from(n).ok()).filter(|n| *n >= 0 || *n == other);
+            n.ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
         };
         list.iter().enumerate().map(number).collect()
     }

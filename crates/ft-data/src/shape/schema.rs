@@ -91,10 +91,6 @@ impl Schema {
         self.fields.get(name).map_or(name, String::as_str)
     }
 
-    pub(super) fn is_list(&self, name: &str) -> bool {
-        self.lists().contains(&name)
-    }
-
     /// The key of a row's message list.
     pub(super) fn list_of<'a>(&'a self, row: &Map<String, Value>) -> &'a str {
         let [list, others @ ..] = self.lists();
@@ -102,7 +98,8 @@ impl Schema {
         if there(&list) { list } else { others.into_iter().find(there).unwrap_or(list) }
     }
 
-    fn lists(&self) -> [&str; 3] {
+    /// Keys that may hold the message list.
+    pub(super) fn lists(&self) -> [&str; 3] {
         ["messages", "conversations", "conversation"].map(|name| self.name(name))
     }
 }

@@ -8,8 +8,7 @@ use serde_json::{Value, json};
 
 /// Texts of a source of format "text", in order, and its warnings.
 fn texts(folder: &Path, of: &ft_recipe::Source) -> Result<(Vec<String>, Vec<String>), Error> {
-    let cfg = super::of(std::slice::from_ref(of), &data(9));
-    let d = Dataset::load(Part::Train, &cfg, &|s| folder.join(s), Some(&tiny()), 285, 11)?;
+    let d = load_in(folder, std::slice::from_ref(of), &data(9), &tiny())?;
     let text = |e: &Example| tiny().decode(&e.ids).unwrap().replace("<|endoftext|>", "");
     Ok((all(&d).iter().map(text).collect(), d.warnings(9).unwrap()))
 }

@@ -75,16 +75,7 @@ fn bad_rows_before_the_broken_end_of_a_file_are_told_first() {
 fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
     let dir = fixture("broken-data");
     let cfg = ft_recipe::Data { on_bad_row: OnBadRow::Skip, ..data(64) };
-    let load = |name: &str| {
-        Dataset::load(
-            Part::Train,
-            &of(&[source(name, format_of(name))], &cfg),
-            &|s| dir.join(s),
-            Some(&tiny()),
-            285,
-            0,
-        )
-    };
+    let load = |name: &str| load_in(&dir, &[source(name, format_of(name))], &cfg, &tiny());
     let d = load("messages-invalid-utf8.jsonl").unwrap();
     assert_eq!((d.samples.len(), d.stats.drops.bad, d.stats.rows_read), (2, 1, 3));
     assert!(d.stats.left_out[0].contains("messages-invalid-utf8.jsonl:2:"), "{:?}", d.stats.left_out);

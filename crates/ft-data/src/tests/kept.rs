@@ -323,16 +323,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
     let files = Files::new(&[("a.jsonl", &row.to_string())]);
     let load = |template: &str| {
         let t = with_template(template);
-        let resolve = |s: &str| files.0.path().join(s);
-        Dataset::load(
-            Part::Train,
-            &of(&[source("a.jsonl", Format::Messages)], &data(400)),
-            &resolve,
-            Some(&t),
-            285,
-            0,
-        )
-        .unwrap()
+        load_in(files.0.path(), &[source("a.jsonl", Format::Messages)], &data(400), &t).unwrap()
     };
     // markers literal and assembled; ended by a line break, which the tokenizer merges with the text before
     for end in ["<|eot_id|>\\n\\n", "<|eot_id|>"] {
@@ -422,16 +413,7 @@ fn a_token_with_white_space_of_its_own_is_one_token() {
     std::fs::copy(fixture("tiny-tokenizer/tokenizer_config.json"), dir.join("tokenizer_config.json"))
         .unwrap();
     let t = Tokenizer::load(dir, None).unwrap().unwrap();
-    let resolve = |s: &str| dir.join(s);
-    let d = Dataset::load(
-        Part::Train,
-        &of(&[source("a.jsonl", Format::Messages)], &data(64)),
-        &resolve,
-        Some(&t),
-        285,
-        0,
-    )
-    .unwrap();
+    let d = load_in(dir, &[source("a.jsonl", Format::Messages)], &data(64), &t).unwrap();
     assert_eq!(super::rows::supervised(&nth(&d, 0)), "yes<|im_end|>");
     assert_eq!(d.warnings(64).unwrap(), [""; 0]);
 }

@@ -68,6 +68,16 @@ fn of(sources: &[ft_recipe::Source], cfg: &ft_recipe::Data) -> ft_recipe::Data {
     ft_recipe::Data { train: sources.to_vec(), ..cfg.clone() }
 }
 
+/// Training data from the files of a folder.
+fn load_in(
+    dir: &Path,
+    sources: &[ft_recipe::Source],
+    cfg: &ft_recipe::Data,
+    tokenizer: &Tokenizer,
+) -> Result<Dataset, Error> {
+    Dataset::load(Part::Train, &of(sources, cfg), &|s| dir.join(s), Some(tokenizer), 285, 11)
+}
+
 /// All samples of a dataset.
 fn all(d: &Dataset) -> Vec<Example> {
     d.samples.all().unwrap()
@@ -96,6 +106,6 @@ impl Files {
     }
 
     fn load(&self, sources: &[ft_recipe::Source], cfg: &ft_recipe::Data) -> Result<Dataset, Error> {
-        Dataset::load(Part::Train, &of(sources, cfg), &|s| self.0.path().join(s), Some(&tiny()), 285, 11)
+        load_in(self.0.path(), sources, cfg, &tiny())
     }
 }

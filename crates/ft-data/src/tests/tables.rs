@@ -11,15 +11,7 @@ type Made = Vec<(Vec<u32>, Vec<i32>)>;
 
 /// Encodes the rows of a file.
 fn read(path: &str, format: Format) -> Result<Made, Error> {
-    let resolve = |s: &str| fixture("tables").join(s);
-    let d = Dataset::load(
-        Part::Train,
-        &of(&[source(path, format)], &data(500)),
-        &resolve,
-        Some(&tiny()),
-        285,
-        11,
-    )?;
+    let d = load_in(&fixture("tables"), &[source(path, format)], &data(500), &tiny())?;
     Ok(all(&d).into_iter().map(|e| (e.ids, e.labels)).collect())
 }
 
@@ -98,8 +90,7 @@ fn bytes_of_columns_that_are_no_text_are_a_bad_row() {
     ] {
         let load = |on_bad_row| {
             let cfg = ft_recipe::Data { on_bad_row, ..data(500) };
-            let resolve = |s: &str| dir.join(s);
-            Dataset::load(Part::Train, &of(&[source(name, format)], &cfg), &resolve, Some(&tiny()), 285, 11)
+            load_in(&dir, &[source(name, format)], &cfg, &tiny())
         };
         let error = load(OnBadRow::Error).expect_err(name);
         let said = error.to_string();
@@ -111,15 +102,8 @@ fn bytes_of_columns_that_are_no_text_are_a_bad_row() {
         assert!(texts[0].contains("café") && texts[1].contains("the end"), "{texts:?}");
         assert!(!texts.concat().contains('\u{fffd}'), "{texts:?}");
     }
-    let load = Dataset::load(
-        Part::Train,
-        &of(&[source("text.twice.parquet", Format::Text)], &data(9)),
-        &|s| dir.join(s),
-        Some(&tiny()),
-        285,
-        11,
-    );
-    let said = load.unwrap_err().to_string();
+    let loaded = load_in(&dir, &[source("text.twice.parquet", Format::Text)], &data(9), &tiny());
+    let said = loaded.unwrap_err().to_string();
     assert!(said.contains("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
 }
 

@@ -15,7 +15,7 @@
 //!
 //! Names and ids that link messages (`tool_call_id`, the `id` of a call) do not count as text.
 
-use super::fragments::{Fragment, path, visit_calls};
+use super::fragments::{Fragment, Kind, path, visit_calls};
 use super::marks::{MarkPosition, Rendered, jinja, mark, with_marks};
 use super::rendering::Rendering;
 use super::spans::Marked;
@@ -59,7 +59,8 @@ impl Rendering<'_> {
                 None => self.found_alone(fragment, whole),
             };
             if !there {
-                let says_more = fragments.iter().any(|p| p.message == fragment.message && !p.is_reasoning());
+                let more = |p: &Fragment| p.message == fragment.message && p.kind != Kind::Reasoning;
+                let says_more = fragments.iter().any(more);
                 self.lacks(fragment, says_more, notes)?;
             }
         }
@@ -115,18 +116,18 @@ impl Rendering<'_> {
             ));
         };
         let role = self.chat.role(i);
-        if fragment.is_reasoning() && says_more {
+        if fragment.kind == Kind::Reasoning && says_more {
             notes.push(Note::Reasoning);
             return Ok(());
         }
         let calls = self.chat.messages[i].get("tool_calls").is_some_and(|c| !says_nothing(c));
-        let may = fragment.is_content()
+        let may = fragment.kind == Kind::Content
             && (matches!(role, "system" | "developer") || (role == "assistant" && calls));
         if may && self.in_shorter(i, fragment) {
             notes.push(Note::LeftOut(role.into()));
             return Ok(());
         }
-        let what = if fragment.is_call() { "a call" } else { "a message" };
+        let what = if fragment.kind == Kind::Call { "a call" } else { "a message" };
         Err(format!(
             "{path}: not in the training text as it is written: the chat template leaves it out or changes it ({what} \
              of role {role:?})\n  hint: a template that writes it (data.chat_template), or a row without it"

@@ -6,7 +6,6 @@ use super::rendering::Rendering;
 use super::spans::{self, Marked};
 use super::template::{Template, Variables};
 use super::verbatim;
-use crate::error::Error;
 use crate::shape::{messages::Chat, notes::Note};
 use minijinja::Value as Jinja;
 use std::cell::RefCell;
@@ -26,7 +25,6 @@ pub(crate) fn render(
     supervise: bool,
     notes: &mut Vec<Note>,
 ) -> Result<(String, Vec<Range<usize>>), String> {
-    let origin = |message| Error::Template { origin: template.origin().into(), line: 0, message };
     let messages: Vec<Jinja> = chat.messages.iter().map(jinja).collect();
     let tools = chat.tools.as_ref().map_or(Jinja::from(()), jinja);
     // the template's own error message and line, if rendering the conversation itself fails
@@ -61,7 +59,7 @@ pub(crate) fn render(
         let spans = spans::assistant(&rendering, marked);
         let spans = spans.map_err(|message| match raised.take() {
             Some(e) if e == message => e,
-            _ => origin(by_name(chat, message)).to_string(),
+            _ => template.fail(0, by_name(chat, message)).to_string(),
         })?;
         if spans.open {
             notes.push(Note::Open);

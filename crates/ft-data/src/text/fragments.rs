@@ -27,11 +27,12 @@ pub(super) struct Fragment {
     pub position: MarkPosition,
     /// Start offset in the field.
     pub start: usize,
-    kind: Kind,
+    pub kind: Kind,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
+    /// Message content other than reasoning.
     Content,
     Reasoning,
     Call,
@@ -39,19 +40,6 @@ enum Kind {
 }
 
 impl Fragment {
-    /// Whether this is message content other than reasoning.
-    pub fn is_content(&self) -> bool {
-        self.kind == Kind::Content
-    }
-
-    pub fn is_reasoning(&self) -> bool {
-        self.kind == Kind::Reasoning
-    }
-
-    pub fn is_call(&self) -> bool {
-        self.kind == Kind::Call
-    }
-
     /// The text of the fragment.
     pub fn of<'a>(&self, chat: &'a Chat) -> &'a str {
         let value = match self.message {
@@ -166,6 +154,7 @@ fn walk<'a>(value: &'a Value, at: String, found: &mut dyn FnMut(&str, &'a Value)
     }
 }
 
-fn step(key: &str) -> String {
+/// A key as a step of a JSON pointer.
+pub(super) fn step(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }

@@ -19,7 +19,7 @@
 //!
 //! If the renderings disagree, the result is an error, never a guessed mask.
 
-use super::fragments::Fragment;
+use super::fragments::{Fragment, step};
 use super::marks::{MarkPosition, Rendered, field, jinja, mark, with_marks};
 use super::rendering::{Render, Rendering};
 use crate::shape::keys::says_nothing;
@@ -119,9 +119,8 @@ fn positions(message: &Value) -> Vec<MarkPosition> {
             let at = format!("/tool_calls/{last}/{key}");
             match message.pointer(&at) {
                 Some(Value::Object(map)) => {
-                    let texts = map.iter().filter(|(_, v)| v.is_string()).map(|(k, _)| k);
-                    for k in texts.take(2) {
-                        end(&format!("{at}/{}", k.replace('~', "~0").replace('/', "~1")), &mut out);
+                    for (k, _) in map.iter().filter(|(_, v)| v.is_string()).take(2) {
+                        end(&format!("{at}/{}", step(k)), &mut out);
                     }
                 }
                 _ => end(&at, &mut out),

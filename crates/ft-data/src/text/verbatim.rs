@@ -7,7 +7,7 @@
 //! left to the marks: calls and tools (rendered in any order and as JSON), short strings, optional message
 //! keys, and strings that resemble template markers.
 
-use super::fragments::Fragment;
+use super::fragments::{Fragment, Kind};
 use super::template::{Template, Variables, WINDOW};
 use crate::shape::messages::Chat;
 
@@ -31,9 +31,8 @@ pub(super) fn proven(
     let mut from = 0;
     fragments.iter().all(|fragment| {
         let whole = fragment.of(chat);
-        let Some(at) = next(text, from, whole).filter(|_| fragment.is_content() && is_plain(whole)) else {
-            return false;
-        };
+        let is_certain = fragment.kind == Kind::Content && is_plain(whole);
+        let Some(at) = next(text, from, whole).filter(|_| is_certain) else { return false };
         from = at + whole.len();
         // a template may also render the value of any variable
         let said = variables.values().any(|v| v.as_str().map_or(v.len().is_some(), |v| v.contains(whole)));

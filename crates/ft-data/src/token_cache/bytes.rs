@@ -35,15 +35,7 @@ impl Default for Bytes {
 }
 
 impl Bytes {
-    /// `len` bytes in a file.
-    pub fn file(file: File, path: PathBuf, len: u64) -> Self {
-        Bytes::File { file, path, len }
-    }
-
     /// Fills a buffer from offset `at`.
-    ///
-    /// # Errors
-    /// A file that can no longer be read.
     pub fn read(&self, at: u64, buffer: &mut [u8]) -> Result<(), Error> {
         match self {
             Bytes::Memory(bytes) => {
@@ -79,9 +71,6 @@ pub(crate) struct Window {
 
 impl Window {
     /// Reads `N` bytes at offset `at`. A window serves a single file.
-    ///
-    /// # Errors
-    /// As [`Bytes::read`].
     pub fn read<const N: usize>(&mut self, from: &Bytes, at: u64) -> Result<[u8; N], Error> {
         let mut out = [0; N];
         let Bytes::File { len, .. } = from else {
@@ -146,9 +135,6 @@ pub(crate) struct Spool {
 
 impl Spool {
     /// Appends a number. If the disk is full, the list moves back to memory.
-    ///
-    /// # Errors
-    /// A file that can no longer be read.
     pub fn push(&mut self, number: u32) -> Result<(), Error> {
         self.part.extend(number.to_le_bytes());
         if self.part.len() >= self.scratch.few && self.scratch.folder.is_some() {
@@ -188,15 +174,12 @@ impl Spool {
     }
 
     /// Finishes the list.
-    ///
-    /// # Errors
-    /// As [`Spool::push`].
     pub fn finish(mut self) -> Result<List, Error> {
         if self.file.is_some() {
             self.flush()?;
         }
         let bytes = match self.file {
-            Some((file, path)) => Bytes::file(file, path, self.written),
+            Some((file, path)) => Bytes::File { file, path, len: self.written },
             None => {
                 self.part.shrink_to_fit();
                 self.written = self.part.len() as u64;
@@ -221,17 +204,11 @@ impl List {
     }
 
     /// Entry `i`.
-    ///
-    /// # Errors
-    /// As [`Bytes::read`].
     pub fn at(&self, window: &mut Window, i: usize) -> Result<u32, Error> {
         Ok(u32::from_le_bytes(window.read(&self.bytes, 4 * i as u64)?))
     }
 
     /// The entries of a range.
-    ///
-    /// # Errors
-    /// As [`Bytes::read`].
     pub fn range(&self, range: Range<usize>) -> Result<Vec<u32>, Error> {
         let mut bytes = vec![0; 4 * range.len()];
         self.bytes.read(4 * range.start as u64, &mut bytes)?;
@@ -245,25 +222,21 @@ impl List {
 }
 
 #[cfg(test)]
-impl Scratch {
-    /// Spills lists longer than `few` bytes to files.
-    pub fn holding(folder: &Path, few: usize) -> Self {
-        Self { folder: Some(folder.into()), few }
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::*;
     use crate::small_disk::SmallDisk;
     use proptest::prelude::*;
+
+    fn holding(folder: &Path, few: usize) -> Scratch {
+        Scratch { folder: Some(folder.into()), few }
+    }
 
     #[test]
     fn a_full_disk_leaves_a_list_in_memory() {
         let Some(disk) = SmallDisk::new() else { return };
         // 256 KiB hold at most 65,536 numbers
         for n in [60_000, 70_000, 200_000] {
-            let mut spool = Scratch::holding(disk.path(), 1000).list();
+            let mut spool = holding(disk.path(), 1000).list();
             (0..n).try_for_each(|i| spool.push(i * 3)).unwrap();
             let list = spool.finish().unwrap();
             assert_eq!(list.range(0..list.len()).unwrap(), (0..n).map(|i| i * 3).collect::<Vec<_>>());
@@ -279,7 +252,7 @@ mod tests {
             jumps in prop::collection::vec((any::<prop::sample::Index>(), 1usize..600), 0..20),
         ) {
             let dir = tempfile::tempdir().unwrap();
-            for scratch in [Scratch::holding(dir.path(), few), Scratch::new(None), Scratch::holding(Path::new("/dev/null"), few)] {
+            for scratch in [holding(dir.path(), few), Scratch::new(None), holding(Path::new("/dev/null"), few)] {
                 let mut spool = scratch.list();
                 numbers.iter().try_for_each(|n| spool.push(*n)).unwrap();
                 let list = spool.finish().unwrap();

@@ -187,7 +187,7 @@ impl<'a> CacheEntry<'a> {
         let store =
             TokenStore::open((tokens, tokens_at), (index, index_at), parsed.samples, parsed.hash, &mut seen)?;
         h.update(&header).update(&tail[..8]);
-        if !known || h.finalize().as_bytes() != sum || store.bytes() != parsed.bytes {
+        if !known || h.finalize().as_bytes() != sum || store.bytes != parsed.bytes {
             return Err(DAMAGED.into());
         }
         // data files may have been renamed
@@ -234,9 +234,6 @@ impl<'a> CacheEntry<'a> {
     }
 
     /// Commits the written files under the final name.
-    ///
-    /// # Errors
-    /// Files that cannot be written.
     pub fn commit(&self, mut writer: StoreWriter, found: &SourceStats) -> Result<KnownHash, store::Error> {
         writer.flush()?;
         let limit = if found.cut() == 0 { "all".to_string() } else { self.limit() };

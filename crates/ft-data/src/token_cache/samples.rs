@@ -29,7 +29,7 @@ pub(crate) struct TokenStore {
     records: Bytes,
     len: usize,
     /// Size of the tokens, in bytes.
-    bytes: u64,
+    pub bytes: u64,
     /// BLAKE3 hash of the tokens, in hexadecimal.
     pub hash: String,
 }
@@ -48,7 +48,7 @@ impl TokenStore {
         seen: &mut dyn FnMut(&[u8]),
     ) -> Result<Self, Error> {
         let size = (len * RECORD) as u64;
-        let records = Bytes::file(records, records_at.clone(), size);
+        let records = Bytes::File { file: records, path: records_at.clone(), len: size };
         let (mut held, mut bytes) = (Vec::new(), 0);
         let mut keep = |part: &[u8]| {
             seen(part);
@@ -64,16 +64,8 @@ impl TokenStore {
             Ok(())
         })?;
         let records = if held.is_empty() { records } else { Bytes::Memory(held) };
-        Ok(Self { tokens: Bytes::file(tokens, tokens_at, bytes), records, len, bytes, hash })
-    }
-
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Size of the tokens, in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
+        let tokens = Bytes::File { file: tokens, path: tokens_at, len: bytes };
+        Ok(Self { tokens, records, len, bytes, hash })
     }
 
     fn example(&self, number: usize, source: usize) -> Result<Example, Error> {
@@ -195,9 +187,6 @@ impl StoreWriter {
     }
 
     /// Writes all pushed samples.
-    ///
-    /// # Errors
-    /// Files that cannot be written.
     pub fn flush(&mut self) -> Result<(), ft_base::store::Error> {
         let (tokens, records) = &mut self.parts;
         self.tokens.write(tokens)?;
@@ -208,9 +197,6 @@ impl StoreWriter {
     }
 
     /// Finishes the store, leaving files unnamed.
-    ///
-    /// # Errors
-    /// Files that cannot be written or read.
     pub fn finish(mut self) -> Result<TokenStore, Error> {
         self.flush()?;
         let hash = self.tokens.hash().to_hex().to_string();
@@ -220,7 +206,7 @@ impl StoreWriter {
                 Bytes::Memory(bytes)
             }
             Output::File(file) => {
-                Bytes::file(file.unnamed(), PathBuf::from("the tokens of this command"), len)
+                Bytes::File { file: file.unnamed(), path: "the tokens of this command".into(), len }
             }
         };
         let (len, bytes) = (self.count, self.bytes);
@@ -241,7 +227,7 @@ struct SourceSamples {
 
 impl SourceSamples {
     fn len(&self) -> usize {
-        self.chosen.as_ref().map_or(self.store.len(), List::len)
+        self.chosen.as_ref().map_or(self.store.len, List::len)
     }
 
     fn number(&self, window: &mut Window, i: usize) -> Result<usize, Error> {
@@ -349,7 +335,7 @@ impl Samples {
     fn each_digest(&self, each: &mut dyn FnMut(usize, u64) -> Result<(), Error>) -> Result<(), Error> {
         for part in &self.parts {
             let (mut next, mut window) = (0, Window::default());
-            each_record(&part.store.records, part.store.len(), &mut |_| {}, &mut |number, record| {
+            each_record(&part.store.records, part.store.len, &mut |_| {}, &mut |number, record| {
                 if next < part.len() && part.number(&mut window, next)? == number {
                     next += 1;
                     each(part.first + next - 1, record.digest)?;
@@ -403,9 +389,6 @@ impl Samples {
 
     /// Splits into kept and removed samples. `out` takes the source and its number of samples, and returns
     /// a predicate for removal.
-    ///
-    /// # Errors
-    /// Lists that can no longer be read.
     pub(crate) fn split(
         self,
         scratch: &Scratch,
@@ -435,9 +418,6 @@ pub struct Reader<'a> {
 
 impl Reader<'_> {
     /// The source of sample `i`, and the sample's number in the store.
-    ///
-    /// # Errors
-    /// As [`Samples::get`].
     pub(crate) fn place(&mut self, i: usize) -> Result<(usize, usize), Error> {
         let Some((source, i)) = self.samples.within(i) else { return Ok((usize::MAX, usize::MAX)) };
         Ok((source, self.samples.parts[source].number(&mut self.windows[source].0, i)?))

@@ -156,14 +156,6 @@ impl Counts {
     }
 }
 
-impl FromIterator<usize> for Counts {
-    fn from_iter<T: IntoIterator<Item = usize>>(lengths: T) -> Self {
-        let mut out = Self::default();
-        lengths.into_iter().for_each(|n| out.add(n, 1));
-        out
-    }
-}
-
 /// Counts of one source, as stored with the encoded samples.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SourceStats {

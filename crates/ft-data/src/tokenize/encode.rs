@@ -77,7 +77,12 @@ impl Encoder<'_> {
                 let [chosen, rejected] = both.map(&mut tokens);
                 let (mut chosen, mut rejected) = (chosen?, rejected?);
                 let prompt = chosen.prompt.min(rejected.prompt);
-                [&mut chosen, &mut rejected].into_iter().for_each(|side| side.supervise_from(prompt));
+                // The completion of a text begins as early as that of the other side.
+                for side in [&mut chosen, &mut rejected] {
+                    if prompt < side.prompt {
+                        side.supervise(prompt);
+                    }
+                }
                 let (chosen, rejected) = (document(chosen)?, document(rejected)?);
                 let content = Content::Pair(chosen.ids.len());
                 (chosen, Some(rejected), content)
@@ -168,9 +173,7 @@ impl Encoder<'_> {
             Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
             Sample::Plain(text) => {
                 let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
-                let start = tokenizer.text_start();
-                let labels = vec![IGNORE_INDEX; start.len()];
-                let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), ..Tokens::default() };
+                let mut out = Tokens::start(tokenizer);
                 self.encoded(tokenizer, &text, &[], notes, &mut out)?;
                 return Ok(out);
             }
@@ -182,10 +185,10 @@ impl Encoder<'_> {
         };
         let (tokenizer, eos) = self.with_end()?;
         // Tokens the tokenizer puts before a text are kept as in pre-training, but never become targets.
-        let whole = self.schema.mask == Mask::None;
-        let start = tokenizer.text_start();
-        let labels = start.iter().map(|i| if whole { label(*i) } else { IGNORE_INDEX }).collect();
-        let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), ..Tokens::default() };
+        let mut out = Tokens::start(tokenizer);
+        if self.schema.mask == Mask::None {
+            out.labels = out.ids.iter().map(|i| label(*i)).collect();
+        }
         for (text, from) in turns {
             let span = from..text.len();
             self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
@@ -213,8 +216,7 @@ impl Encoder<'_> {
         let (tokenizer, eos) = self.with_end()?;
         let start = tokenizer.text_start();
         let before = tokenizer.encode(prompt).map_err(problem)?;
-        let mut out = Tokens { ids: start.to_vec(), total: start.len(), ..Tokens::default() };
-        out.labels.resize(start.len(), IGNORE_INDEX);
+        let mut out = Tokens::start(tokenizer);
         self.encoded(tokenizer, text, &[], notes, &mut out)?;
         let kept = &out.ids[start.len()..];
         let same = kept.iter().zip(&before).take_while(|(a, b)| a == b).count();
@@ -283,39 +285,34 @@ impl Encoder<'_> {
             None => Ok(()),
         }
     }
-}
 
-impl Encoder<'_> {
     /// Refuses values of a teacher with a larger vocabulary.
     fn check_teacher(&self, teacher: Option<&TeacherLogits>) -> Result<(), String> {
         let size = self.vocab_size;
-        let all = teacher.into_iter().flat_map(|t| t.values.iter().enumerate());
-        match all
-            .flat_map(|(i, at)| at.iter().map(move |(id, _)| (i, *id)))
-            .find(|(_, id)| *id as usize >= size)
-        {
-            Some((i, id)) => {
-                Err(format!("teacher_ids[{i}]: token id {id} is not in the model's vocabulary of {size}"))
+        for (i, at) in teacher.iter().flat_map(|t| t.values.iter().enumerate()) {
+            if let Some((id, _)) = at.iter().find(|(id, _)| *id as usize >= size) {
+                return Err(format!(
+                    "teacher_ids[{i}]: token id {id} is not in the model's vocabulary of {size}"
+                ));
             }
-            None => Ok(()),
         }
+        Ok(())
     }
 }
 
 impl Tokens {
+    /// The tokens before a text, without supervision.
+    fn start(tokenizer: &Tokenizer) -> Self {
+        let ids = tokenizer.text_start().to_vec();
+        Self { labels: vec![IGNORE_INDEX; ids.len()], total: ids.len(), ids, ..Self::default() }
+    }
+
     /// Supervises all but the first `prompt` tokens.
     fn supervise(&mut self, prompt: usize) {
         let labels = (0..).zip(&self.ids).map(|(i, id)| if i < prompt { IGNORE_INDEX } else { label(*id) });
         self.labels = labels.collect();
         self.more_targets = self.total > self.ids.len().max(prompt);
         self.prompt = prompt;
-    }
-
-    /// Lets the completion of a text begin earlier, as that of the other side of a pair does.
-    fn supervise_from(&mut self, prompt: usize) {
-        if prompt < self.prompt {
-            self.supervise(prompt);
-        }
     }
 
     /// Supervises the last token alone, with a class, or with its own id for a pair's.

@@ -143,9 +143,8 @@ impl PromptConfig {
     /// An invalid file.
     pub fn open(dir: &Path) -> Result<Option<Self>, Error> {
         let Some(bytes) = store::read_if_there(dir, FILE, store::LARGEST)? else { return Ok(None) };
-        serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::PromptConfig {
-            path: dir.join(FILE),
-            message: format!("{e}; a newer version of ft may have written it"),
+        serde_json::from_slice(&bytes).map(Some).map_err(|e| {
+            Error::tokenizer(&dir.join(FILE), format!("{e}; a newer version of ft may have written it"))
         })
     }
 

@@ -248,13 +248,9 @@ impl Tokenizer {
         Ok(to)
     }
 
-    /// Calls the library, and turns errors and panics into [`Error`].
+    /// As [`called`], with the path of the tokenizer.
     fn call<T>(&self, f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Error> {
-        match caught(f) {
-            Ok(Ok(out)) => Ok(out),
-            Ok(Err(e)) => Err(self.failed(&e.to_string())),
-            Err(panic) => Err(self.failed(&broken(&panic))),
-        }
+        called(f).map_err(|message| Error::tokenizer(&self.path, message))
     }
 
     /// The text of `ids`, with special tokens spelled out.
@@ -369,17 +365,13 @@ impl Tokenizer {
         vars: &Map<String, Value>,
     ) -> Result<String, Error> {
         let template = self.template()?;
-        let list = messages.as_array().ok_or_else(|| Error::Template {
-            origin: template.origin().into(),
-            line: 0,
-            message: "the messages to render are not a list".into(),
-        })?;
+        let list = messages.as_array();
+        let list = list.ok_or_else(|| template.fail(0, "the messages to render are not a list"))?;
         let messages: Vec<Jinja> = list.iter().map(|m| Jinja::from(Serde(m))).collect();
         let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
         let text = template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0;
         if text.is_empty() && !list.is_empty() {
-            let message = "it writes nothing for a conversation".to_string();
-            return Err(Error::Template { origin: template.origin().into(), line: 0, message });
+            return Err(template.fail(0, "it writes nothing for a conversation"));
         }
         Ok(text)
     }
@@ -420,10 +412,6 @@ impl Tokenizer {
         }
         out
     }
-
-    fn failed(&self, message: &str) -> Error {
-        Error::tokenizer(&self.path, message)
-    }
 }
 
 /// Streaming decoder; holds back incomplete UTF-8 sequences.
@@ -452,14 +440,13 @@ impl Decoder<'_> {
 
 /// Loads the library's tokenizer, with truncation and padding disabled.
 fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
-    let load = || {
+    called(|| {
         // parsed by compiled code of the library; `from_bytes` is generic, and would be compiled here
         let mut inner: tokenizers::Tokenizer = std::str::from_utf8(bytes)?.parse()?;
         inner.with_truncation(None)?;
         inner.with_padding(None);
-        Ok::<_, tokenizers::Error>(inner)
-    };
-    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+        Ok(inner)
+    })
 }
 
 /// Turns off BPE dropout, with a warning: tokens of a text would differ from run to run.
@@ -474,7 +461,7 @@ fn turn_off_dropout(inner: &mut tokenizers::Tokenizer, path: &Path) {
 
 /// Removes the post-processor, and returns the ids it puts before a text, found by encoding a probe.
 fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
-    let run = || {
+    called(|| {
         let encoding = inner.encode("a", true)?;
         let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
         let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
@@ -484,14 +471,16 @@ fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec
         if let Ok(text) = inner.encode("Hello, world 1", false) {
             let _ = inner.decode(text.get_ids(), false);
         }
-        Ok::<_, tokenizers::Error>((inner, text_start))
-    };
-    caught(run).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+        Ok((inner, text_start))
+    })
 }
 
-/// Error message for a tokenizer file that makes the library panic.
-fn broken(panic: &str) -> String {
-    format!("the tokenizer does not hold together: {panic}")
+/// Calls the library, and turns errors and panics into messages.
+fn called<T>(f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match caught(f) {
+        Ok(out) => out.map_err(|e| e.to_string()),
+        Err(panic) => Err(format!("the tokenizer does not hold together: {panic}")),
+    }
 }
 
 fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {

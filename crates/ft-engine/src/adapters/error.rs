@@ -20,31 +20,17 @@ pub enum Error {
         /// File of the recipe.
         place: String,
     },
-    /// `lora.init` cannot be applied.
+    /// A key that does not apply to this model or base: `lora.init`, a learning rate, a rule on a 4-bit weight.
     #[error("{place}: {why}")]
-    Initial {
-        /// File and line of `lora.init`.
+    Key {
+        /// File and line of the key, the key, or the module.
         place: String,
-        why: String,
-    },
-    /// An unusable learning rate.
-    #[error("{place}: {why}")]
-    LearningRate {
-        /// File and line of the key.
-        place: String,
+        /// Reason and hint.
         why: String,
     },
     /// An invalid adapter config or tensor.
     #[error("{file}: {why}")]
     Peft { file: String, why: String },
-    /// A rule or adapter not applicable to a 4-bit weight.
-    #[error("{module}: {why}")]
-    FourBit {
-        /// Module or key.
-        module: String,
-        /// Reason and hint.
-        why: String,
-    },
     /// An adapter that cannot be merged into the base.
     #[error("{dir}: {why}")]
     Merge {
@@ -57,11 +43,7 @@ pub enum Error {
 impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Rule { .. }
-            | Error::Nothing { .. }
-            | Error::FourBit { .. }
-            | Error::Initial { .. }
-            | Error::LearningRate { .. } => ExitCode::Usage,
+            Error::Rule { .. } | Error::Nothing { .. } | Error::Key { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }

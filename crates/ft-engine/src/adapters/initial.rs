@@ -20,8 +20,7 @@ use ft_recipe::{Decomposition, Recipe};
 pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initials>, Error> {
     let Some(how) = recipe.lora.init.decomposition() else { return Ok(None) };
     let mut of = Vec::new();
-    for (m, choice) in &selection.modules {
-        let Choice::Lora { spec, .. } = choice else { continue };
+    for (m, spec) in selection.loras() {
         let takes = from_base(recipe, m);
         if takes && selection.tied && m.group == Group::Head && how.changes_base() {
             let why = format!(
@@ -30,7 +29,7 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
                 how.word(),
                 m.name
             );
-            return Err(Error::Initial { place: recipe.place("lora.init").to_string(), why });
+            return Err(Error::Key { place: recipe.place("lora.init").to_string(), why });
         }
         if takes {
             of.push((m.name.clone(), spec.rank, peft::scale(spec)));

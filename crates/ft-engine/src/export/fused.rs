@@ -12,7 +12,7 @@
 //! and the config's scale is 1.
 
 use crate::adapters::peft::{self, PREFIX, metadata};
-use crate::adapters::{Adapter, Choice, Error, Part, Selection, Trained, part_name};
+use crate::adapters::{Adapter, Choice, Error, Part, Selection, part_name};
 use crate::files::TensorFiles;
 use crate::model::modules::{Group, Module};
 use crate::model::{Config, Moe};
@@ -99,20 +99,8 @@ impl<'a> Export<'a> {
         Ok(Pair { a: get(Part::A)?, b: (get(Part::B)? * peft::scale(spec))? })
     }
 
-    fn loras(&self) -> impl Iterator<Item = (&Module, &LoraSpec)> {
-        self.selection.modules.iter().filter_map(|(m, c)| match c {
-            Choice::Lora { spec, .. } => Some((m, spec)),
-            _ => None,
-        })
-    }
-
-    /// Key of a trained tensor in PEFT's files.
-    fn key(&self, t: &Trained) -> String {
-        format!("{PREFIX}{}", t.name)
-    }
-
     fn no_dora(&self, who: &str) -> ft_base::Result<()> {
-        match self.loras().find(|(_, s)| s.dora) {
+        match self.selection.loras().find(|(_, s)| s.dora) {
             Some((m, _)) => {
                 Err(self.refuse(m, &format!("has DoRA, which {who} does not load\n  hint: ft merge")))
             }
@@ -200,7 +188,7 @@ impl<'a> Export<'a> {
             if matches!(t.part, Part::Weight | Part::Bias | Part::Rows)
                 && let Some(v) = self.values.get(&(t.module.clone(), t.part))
             {
-                tensors.push((v5(self.config, &self.key(&t)), v.clone()));
+                tensors.push((v5(self.config, &format!("{PREFIX}{}", t.name)), v.clone()));
                 if self.selection.tied_in_full() && t.module == embedding {
                     tensors.push((format!("{PREFIX}{head}.weight"), v.clone()));
                 }
@@ -237,18 +225,17 @@ impl<'a> Export<'a> {
                     "trained in full, which vLLM does not load from an adapter (modules_to_save)\n  hint: ft merge"
                 }
                 Choice::Rows { .. } => {
-                    "rows of tokens trained, which vLLM does not load from an adapter \
-                    (trainable_token_indices)\n  hint: \
-                     ft merge"
+                    "rows of tokens trained, which vLLM does not load from an adapter (trainable_token_indices)\n  \
+                     hint: ft merge"
                 }
                 Choice::Freeze | Choice::Lora { .. } => continue,
             };
             return Err(self.refuse(m, why));
         }
-        let rank = self.loras().map(|(_, s)| s.rank).max().unwrap_or(1);
+        let rank = self.selection.loras().map(|(_, s)| s.rank).max().unwrap_or(1);
         // Layers with LoRA on some expert: all of their experts must have it.
         let layers: Vec<Option<usize>> =
-            self.loras().filter(|(m, _)| m.group == Group::Experts).map(|(m, _)| m.layer).collect();
+            self.selection.loras().filter(|(m, _)| m.group == Group::Experts).map(|(m, _)| m.layer).collect();
         let mut all = self.selection.clone();
         let mut tensors = Vec::new();
         for (m, c) in &mut all.modules {
@@ -407,7 +394,7 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapters::PeftConfig;
+    use crate::adapters::{PeftConfig, Trained};
 
     /// PEFT loads embedding and head of a tied model from a tensor each.
     #[test]

@@ -8,7 +8,7 @@ use ft_kernels::cpu;
 use half::{bf16, f16};
 use safetensors::Dtype;
 
-use super::Error;
+use super::{Error, wrong};
 use std::convert::identity;
 use std::ops::{BitOr, Range};
 use std::path::Path;
@@ -17,7 +17,7 @@ use std::path::Path;
 const PIECE: usize = 1 << 20;
 
 /// Reads the bytes at an offset within a tensor.
-pub type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
+type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
 
 /// A number with its little-endian encoding in safetensors.
 trait Stored: Copy + Default + Send + Sync {
@@ -91,36 +91,6 @@ float! {
     f64, f64::from, identity;
 }
 
-/// Builds a flat tensor of `dtype` from a range of elements of a tensor stored as `from` in the file
-/// `path`. `fetch(offset, buffer)` reads by byte offset within the tensor.
-///
-/// # Errors
-/// [`Error::Unread`] for an unsupported pair of types; [`Error::NotFinite`] for a NaN or infinite value;
-/// errors of `fetch`.
-pub fn tensor(
-    path: &Path,
-    name: &str,
-    from: Dtype,
-    (shape, elements): (&[usize], Range<usize>),
-    dtype: DType,
-    device: &Device,
-    fetch: &Fetch,
-) -> Result<Tensor, Error> {
-    let load = Load { path, name, shape, elements, device, fetch };
-    match (from, dtype) {
-        (Dtype::BF16, DType::BF16) => load.run::<bf16, bf16>(|x| x),
-        (Dtype::F16, DType::F16) => load.run::<f16, f16>(|x| x),
-        (Dtype::U8, DType::U8) => load.run::<u8, u8>(|x| x),
-        (Dtype::U32, DType::U32) => load.run::<u32, u32>(|x| x),
-        (Dtype::I64, DType::I64) => load.run::<i64, i64>(|x| x),
-        (_, DType::F32) => load.run_to::<f32>(from),
-        (_, DType::BF16) => load.run_to::<bf16>(from),
-        (_, DType::F16) => load.run_to::<f16>(from),
-        (_, DType::F64) => load.run_to::<f64>(from),
-        _ => Err(load.refuse(from, dtype)),
-    }
-}
-
 /// Scales of an 8-bit matrix, one a block.
 pub struct Scales {
     /// Row by row.
@@ -129,36 +99,6 @@ pub struct Scales {
     pub width: usize,
     /// Rows and columns of a block.
     pub block: [usize; 2],
-}
-
-/// Builds a flat tensor of `dtype` from a range of elements of an 8-bit matrix (e4m3, without infinities) with scales:
-/// their product in f32, rounded once.
-///
-/// # Errors
-/// As [`tensor`].
-pub fn scaled(
-    path: &Path,
-    name: &str,
-    (shape, elements): (&[usize], Range<usize>),
-    scales: &Scales,
-    dtype: DType,
-    device: &Device,
-    fetch: &Fetch,
-) -> Result<Tensor, Error> {
-    let load = Load { path, name, shape, elements, device, fetch };
-    let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
-    let cols = shape.last().copied().unwrap_or(1).max(1);
-    let of = |code: u8, at: usize| {
-        let (row, col) = (at / cols / scales.block[0], at % cols / scales.block[1]);
-        table[usize::from(code)] * scales.values[row * scales.width + col]
-    };
-    match dtype {
-        DType::F32 => load.run_at(of),
-        DType::BF16 => load.run_at(|code, at| bf16::of_f32(of(code, at))),
-        DType::F16 => load.run_at(|code, at| f16::of_f32(of(code, at))),
-        DType::F64 => load.run_at(|code, at| f64::of_f32(of(code, at))),
-        _ => Err(load.refuse(Dtype::F8_E4M3, dtype)),
-    }
 }
 
 /// The value of an e4m3 code: 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN.
@@ -172,16 +112,63 @@ fn e4m3(code: u8) -> f32 {
     if code > 127 { -size } else { size }
 }
 
-struct Load<'a> {
-    path: &'a Path,
-    name: &'a str,
-    shape: &'a [usize],
-    elements: Range<usize>,
-    device: &'a Device,
-    fetch: &'a Fetch<'a>,
+/// A range of elements of a tensor in a file, to be read.
+pub struct Load<'a> {
+    /// The file.
+    pub path: &'a Path,
+    /// Name of the tensor.
+    pub name: &'a str,
+    /// Shape of the tensor.
+    pub shape: &'a [usize],
+    /// The elements.
+    pub elements: Range<usize>,
+    /// Device of the result.
+    pub device: &'a Device,
+    pub fetch: &'a Fetch<'a>,
 }
 
 impl Load<'_> {
+    /// Builds a flat tensor of `dtype` from elements stored as `from`.
+    ///
+    /// # Errors
+    /// [`Error::Unread`] for an unsupported pair of types; [`Error::NotFinite`] for a NaN or infinite value;
+    /// errors of `fetch`.
+    pub fn tensor(&self, from: Dtype, dtype: DType) -> Result<Tensor, Error> {
+        match (from, dtype) {
+            (Dtype::BF16, DType::BF16) => self.run::<bf16, bf16>(|x| x),
+            (Dtype::F16, DType::F16) => self.run::<f16, f16>(|x| x),
+            (Dtype::U8, DType::U8) => self.run::<u8, u8>(|x| x),
+            (Dtype::U32, DType::U32) => self.run::<u32, u32>(|x| x),
+            (Dtype::I64, DType::I64) => self.run::<i64, i64>(|x| x),
+            (_, DType::F32) => self.run_to::<f32>(from),
+            (_, DType::BF16) => self.run_to::<bf16>(from),
+            (_, DType::F16) => self.run_to::<f16>(from),
+            (_, DType::F64) => self.run_to::<f64>(from),
+            _ => Err(self.refuse(from, dtype)),
+        }
+    }
+
+    /// Builds a flat tensor of `dtype` from elements of an 8-bit matrix (e4m3, without infinities) with scales: their
+    /// product in f32, rounded once.
+    ///
+    /// # Errors
+    /// As [`Load::tensor`].
+    pub fn scaled(&self, scales: &Scales, dtype: DType) -> Result<Tensor, Error> {
+        let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
+        let cols = self.shape.last().copied().unwrap_or(1).max(1);
+        let of = |code: u8, at: usize| {
+            let (row, col) = (at / cols / scales.block[0], at % cols / scales.block[1]);
+            table[usize::from(code)] * scales.values[row * scales.width + col]
+        };
+        match dtype {
+            DType::F32 => self.run_at(of),
+            DType::BF16 => self.run_at(|code, at| bf16::of_f32(of(code, at))),
+            DType::F16 => self.run_at(|code, at| f16::of_f32(of(code, at))),
+            DType::F64 => self.run_at(|code, at| f64::of_f32(of(code, at))),
+            _ => Err(self.refuse(Dtype::F8_E4M3, dtype)),
+        }
+    }
+
     fn refuse(&self, from: Dtype, to: DType) -> Error {
         let (path, name) = (self.path.to_path_buf(), self.name.to_string());
         Error::Unread { path, name, from: from.to_string(), to: to.as_str().to_uppercase() }
@@ -242,8 +229,7 @@ impl Load<'_> {
         let read: Vec<Result<(), Error>> =
             cpu::map_with(pieces, Vec::new, |bytes, (piece, out)| of_piece(bytes, piece, out));
         read.into_iter().collect::<Result<(), Error>>()?;
-        Tensor::from_vec(out, count, self.device)
-            .map_err(|e| Error::Tensor { name: self.name.to_string(), source: e.into() })
+        Tensor::from_vec(out, count, self.device).map_err(|e| wrong(self.name, e))
     }
 }
 

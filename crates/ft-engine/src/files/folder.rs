@@ -1,6 +1,6 @@
 //! Model folders: config, weights, and the files of the tokenizer.
 
-use super::write_sharded;
+use super::{Entry, write_sharded};
 use candle_core::{DType, Tensor};
 use ft_base::store;
 use serde_json::{Map, Value, json};
@@ -35,6 +35,15 @@ pub const TOKENIZER_FILES: &[&str] = &[
 /// File name of the tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
 
+/// PyTorch's name of BF16 or F16; of other dtypes that of F32.
+pub fn torch_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    }
+}
+
 /// Writes a model folder. `get` returns tensors one at a time. `dtype` is the dtype named in the config;
 /// every entry has its own.
 pub fn write_folder(
@@ -42,16 +51,11 @@ pub fn write_folder(
     out: &Path,
     mut config: Map<String, Value>,
     dtype: DType,
-    entries: &[(String, DType, Vec<usize>)],
+    entries: &[Entry],
     get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
 ) -> ft_base::Result<()> {
-    let name = match dtype {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        _ => "float32",
-    };
     let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-    config.insert(key.into(), json!(name));
+    config.insert(key.into(), json!(torch_name(dtype)));
     if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
         // The base was quantized; the written model is not.
         config.remove("quantization_config");

@@ -5,8 +5,8 @@
 //! The format, version 3, little-endian: magic, version, counts; keys with typed values; for each tensor
 //! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32 bytes.
 
-use super::Error;
-use super::write::{Entry, check_space, entries_of, write_tensor};
+use super::write::{Output, check_space, outputs, write_tensor};
+use super::{Entry, Error};
 use candle_core::{DType, Tensor};
 use ft_base::store::{AtomicFile, folder_of};
 use std::path::Path;
@@ -59,42 +59,33 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
+/// Kind, length and values of a list.
+fn put_list<T>(out: &mut Vec<u8>, kind: u32, list: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
+    out.extend(kind::ARRAY.to_le_bytes());
+    out.extend(kind.to_le_bytes());
+    out.extend((list.len() as u64).to_le_bytes());
+    list.iter().for_each(|x| put(out, x));
+}
+
 impl GgufValue {
     fn put(&self, out: &mut Vec<u8>) {
-        let mut kind = |k: u32| out.extend(k.to_le_bytes());
+        let mut one = |kind: u32, value: &[u8]| {
+            out.extend(kind.to_le_bytes());
+            out.extend(value);
+        };
         match self {
-            Self::U32(_) => kind(kind::U32),
-            Self::I32(_) => kind(kind::I32),
-            Self::F32(_) => kind(kind::F32),
-            Self::Bool(_) => kind(kind::BOOL),
-            Self::Text(_) => kind(kind::TEXT),
-            Self::I32s(_) => [kind::ARRAY, kind::I32].into_iter().for_each(kind),
-            Self::F32s(_) => [kind::ARRAY, kind::F32].into_iter().for_each(kind),
-            Self::Bools(_) => [kind::ARRAY, kind::BOOL].into_iter().for_each(kind),
-            Self::Texts(_) => [kind::ARRAY, kind::TEXT].into_iter().for_each(kind),
-        }
-        match self {
-            Self::U32(x) => out.extend(x.to_le_bytes()),
-            Self::I32(x) => out.extend(x.to_le_bytes()),
-            Self::F32(x) => out.extend(x.to_le_bytes()),
-            Self::Bool(x) => out.push(u8::from(*x)),
-            Self::Text(x) => put_text(out, x),
-            Self::I32s(all) => {
-                out.extend((all.len() as u64).to_le_bytes());
-                all.iter().for_each(|x| out.extend(x.to_le_bytes()));
+            Self::U32(x) => one(kind::U32, &x.to_le_bytes()),
+            Self::I32(x) => one(kind::I32, &x.to_le_bytes()),
+            Self::F32(x) => one(kind::F32, &x.to_le_bytes()),
+            Self::Bool(x) => one(kind::BOOL, &[u8::from(*x)]),
+            Self::Text(x) => {
+                one(kind::TEXT, &[]);
+                put_text(out, x);
             }
-            Self::F32s(all) => {
-                out.extend((all.len() as u64).to_le_bytes());
-                all.iter().for_each(|x| out.extend(x.to_le_bytes()));
-            }
-            Self::Bools(all) => {
-                out.extend((all.len() as u64).to_le_bytes());
-                out.extend(all.iter().map(|x| u8::from(*x)));
-            }
-            Self::Texts(all) => {
-                out.extend((all.len() as u64).to_le_bytes());
-                all.iter().for_each(|x| put_text(out, x));
-            }
+            Self::I32s(all) => put_list(out, kind::I32, all, |out, x| out.extend(x.to_le_bytes())),
+            Self::F32s(all) => put_list(out, kind::F32, all, |out, x| out.extend(x.to_le_bytes())),
+            Self::Bools(all) => put_list(out, kind::BOOL, all, |out, x| out.push(u8::from(*x))),
+            Self::Texts(all) => put_list(out, kind::TEXT, all, |out, x| put_text(out, x)),
         }
     }
 }
@@ -110,10 +101,10 @@ impl GgufValue {
 pub fn write_gguf(
     path: &Path,
     keys: &[(String, GgufValue)],
-    entries: &[(String, DType, Vec<usize>)],
+    entries: &[Entry],
     mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
 ) -> Result<(), ft_base::Error> {
-    let entries = entries_of(path, entries.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
+    let entries = outputs(path, entries)?;
     let mut header = MAGIC.to_vec();
     header.extend(VERSION.to_le_bytes());
     header.extend((entries.len() as u64).to_le_bytes());
@@ -149,7 +140,7 @@ pub fn write_gguf(
 }
 
 /// Type code of a dtype.
-fn number_of(e: &Entry) -> Result<u32, Error> {
+fn number_of(e: &Output) -> Result<u32, Error> {
     match e.dtype {
         DType::F32 => Ok(0),
         DType::F16 => Ok(1),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Storage, Tensor};
 
-use super::Error;
+use super::{Entry, Error, wrong};
 use ft_base::store::{AtomicFile, free_bytes, reopen, sync_folder};
 use ft_kernels::to_host;
 
@@ -24,25 +24,18 @@ use ft_kernels::to_host;
 /// [`Error::Write`] with the path and the bytes needed; [`Error::Twice`] for a duplicate name.
 pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<(), Error> {
     let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
-    let entries = entries_of(path, tensors.iter().map(|(name, t)| (name, t.dtype(), t.dims())))?;
-    let plan = Plan::new(entries, metadata);
-    let mut pending = AtomicFile::create(path, Some(plan.bytes()))?;
-    pending.write(&plan.header)?;
-    for entry in &plan.entries {
-        if let Some(tensor) = by_name.get(entry.name.as_str()) {
-            write_tensor(&mut pending, entry, tensor)?;
-        }
-    }
-    pending.commit()
+    let entries: Vec<Entry> =
+        tensors.iter().map(|(name, t)| (name.clone(), t.dtype(), t.dims().to_vec())).collect();
+    let plan = Plan::new(outputs(path, &entries)?, metadata);
+    plan.write(path, |name| Ok::<_, Error>(by_name[name].clone()))?.commit()
 }
 
 /// Writes a model as one safetensors file, or as shards with an index, named as in transformers:
 /// `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and `STEM.safetensors.index.json`.
 ///
-/// `entries` has name, dtype and shape of every tensor. Calls `get` once per tensor in file order, with
-/// only one tensor in memory at a time. A tensor larger than `max_shard_bytes` gets a separate shard.
-/// Readers never see a mix of an old model and the new one: an old index is removed first, and the new
-/// one is written last. Returns the paths of the files.
+/// Calls `get` once per tensor in file order, with only one tensor in memory at a time. A tensor larger
+/// than `max_shard_bytes` gets a separate shard. Readers never see a mix of an old model and the new one: an
+/// old index is removed first, and the new one is written last. Returns the paths of the files.
 ///
 /// # Errors
 /// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Announced`] for a tensor
@@ -50,11 +43,11 @@ pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, 
 pub fn write_sharded(
     dir: &Path,
     stem: &str,
-    entries: &[(String, DType, Vec<usize>)],
+    entries: &[Entry],
     max_shard_bytes: u64,
     mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
 ) -> Result<Vec<PathBuf>, ft_base::Error> {
-    let mut all = entries_of(dir, entries.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
+    let mut all = outputs(dir, entries)?;
     all.sort_by(|a, b| a.name.cmp(&b.name));
     let total: u64 = all.iter().map(|e| e.bytes).sum();
     let shards: Vec<Plan> =
@@ -71,14 +64,8 @@ pub fn write_sharded(
             n => format!("{stem}-{:05}-of-{n:05}.safetensors", i + 1),
         };
         let path = dir.join(&name);
-        let mut pending = AtomicFile::create(&path, Some(plan.bytes()))?;
-        pending.write(&plan.header)?;
-        for entry in &plan.entries {
-            let tensor = get(&entry.name)?;
-            write_tensor(&mut pending, entry, &tensor)?;
-            weight_map.insert(entry.name.clone(), name.clone());
-        }
-        pendings.push(pending);
+        pendings.push(plan.write(&path, &mut get)?);
+        weight_map.extend(plan.entries.iter().map(|e| (e.name.clone(), name.clone())));
         paths.push(path);
     }
 
@@ -106,8 +93,8 @@ pub(super) fn check_space(path: &Path, dir: &Path, needed: u64) -> Result<(), Er
     }
 }
 
-/// A tensor to be written.
-pub(super) struct Entry {
+/// A tensor to be written, with its format and size in the file.
+pub(super) struct Output {
     pub(super) name: String,
     pub(super) dtype: DType,
     format: safetensors::Dtype,
@@ -115,8 +102,8 @@ pub(super) struct Entry {
     pub(super) bytes: u64,
 }
 
-impl Entry {
-    pub(super) fn new(name: &str, dtype: DType, shape: &[usize]) -> Result<Entry, Error> {
+impl Output {
+    fn new(name: &str, dtype: DType, shape: &[usize]) -> Result<Output, Error> {
         let format = match dtype {
             DType::U8 => safetensors::Dtype::U8,
             DType::U32 => safetensors::Dtype::U32,
@@ -131,18 +118,18 @@ impl Entry {
         // Passed through as bytes.
         let dtype = if dtype == DType::F8E4M3 { DType::U8 } else { dtype };
         let bytes = shape.iter().product::<usize>() as u64 * (format.bitsize() / 8) as u64;
-        Ok(Entry { name: name.to_string(), dtype, format, shape: shape.to_vec(), bytes })
+        Ok(Output { name: name.to_string(), dtype, format, shape: shape.to_vec(), bytes })
     }
 }
 
 /// A file to be written: tensors in file order, and the header.
 struct Plan {
-    entries: Vec<Entry>,
+    entries: Vec<Output>,
     header: Vec<u8>,
 }
 
 impl Plan {
-    fn new(mut entries: Vec<Entry>, metadata: &[(&str, &str)]) -> Plan {
+    fn new(mut entries: Vec<Output>, metadata: &[(&str, &str)]) -> Plan {
         entries.sort_by(|a, b| b.format.cmp(&a.format).then_with(|| a.name.cmp(&b.name)));
         let mut json = serde_json::Map::new();
         if !metadata.is_empty() {
@@ -172,10 +159,24 @@ impl Plan {
     fn bytes(&self) -> u64 {
         self.header.len() as u64 + self.entries.iter().map(|e| e.bytes).sum::<u64>()
     }
+
+    /// Writes the file, not yet under its name. Calls `get` once per tensor in file order.
+    fn write<E: From<Error>>(
+        &self,
+        path: &Path,
+        mut get: impl FnMut(&str) -> Result<Tensor, E>,
+    ) -> Result<AtomicFile, E> {
+        let mut pending = AtomicFile::create(path, Some(self.bytes()))?;
+        pending.write(&self.header)?;
+        for entry in &self.entries {
+            write_tensor(&mut pending, entry, &get(&entry.name)?)?;
+        }
+        Ok(pending)
+    }
 }
 
 /// Distributes entries over shards in order; returns at least one shard.
-fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
+fn split(entries: Vec<Output>, max_bytes: u64) -> Vec<Vec<Output>> {
     let mut shards = vec![Vec::new()];
     let mut size = 0u64;
     for entry in entries {
@@ -191,22 +192,18 @@ fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
     shards
 }
 
-/// Entries of a file from name, dtype and shape; refuses duplicate names.
-pub(super) fn entries_of<'a>(
-    path: &Path,
-    tensors: impl Iterator<Item = (&'a String, DType, &'a [usize])>,
-) -> Result<Vec<Entry>, Error> {
-    let entries =
-        tensors.map(|(n, dtype, shape)| Entry::new(n, dtype, shape)).collect::<Result<Vec<_>, _>>()?;
+/// The tensors of a file; refuses duplicate names.
+pub(super) fn outputs(path: &Path, entries: &[Entry]) -> Result<Vec<Output>, Error> {
+    let outputs = entries.iter().map(|(name, dtype, shape)| Output::new(name, *dtype, shape));
+    let outputs = outputs.collect::<Result<_, _>>()?;
     let mut seen = BTreeSet::from(["__metadata__"]);
-    let twice = entries.iter().find(|e| !seen.insert(e.name.as_str())).map(|e| e.name.clone());
-    match twice {
-        None => Ok(entries),
-        Some(name) => Err(Error::Twice { path: path.to_path_buf(), name }),
+    match entries.iter().find(|(name, ..)| !seen.insert(name.as_str())) {
+        Some((name, ..)) => Err(Error::Twice { path: path.to_path_buf(), name: name.clone() }),
+        None => Ok(outputs),
     }
 }
 
-pub(super) fn write_tensor(pending: &mut AtomicFile, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
+pub(super) fn write_tensor(pending: &mut AtomicFile, entry: &Output, tensor: &Tensor) -> Result<(), Error> {
     if tensor.dtype() != entry.dtype || tensor.dims() != entry.shape {
         return Err(Error::Announced {
             name: entry.name.clone(),
@@ -226,7 +223,7 @@ fn no_format(name: &str, dtype: DType) -> Error {
 /// Calls `put` with the bytes of a tensor, in chunks. Values of the format are little-endian, as on all processors
 /// supported.
 fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
-    let candle = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+    let candle = |e| wrong(name, e);
     let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
     macro_rules! stream {
         ($t:ty) => {{
@@ -267,14 +264,8 @@ impl SharedFile {
     ///
     /// # Errors
     /// [`Error::Twice`] for a duplicate name; [`Error::Convert`] for a dtype unknown to safetensors.
-    pub fn new(
-        path: &Path,
-        tensors: &[(String, DType, Vec<usize>)],
-        metadata: &[(&str, &str)],
-    ) -> Result<Self, Error> {
-        let entries =
-            entries_of(path, tensors.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
-        let plan = Plan::new(entries, metadata);
+    pub fn new(path: &Path, tensors: &[Entry], metadata: &[(&str, &str)]) -> Result<Self, Error> {
+        let plan = Plan::new(outputs(path, tensors)?, metadata);
         let (mut at, mut from) = (BTreeMap::new(), plan.header.len() as u64);
         for (i, e) in plan.entries.iter().enumerate() {
             at.insert(e.name.clone(), (from, i));

@@ -1,7 +1,7 @@
 //! The base model of a recipe or an adapter: config and tensors.
 //!
 //! [`Base::open`] or [`Base::random`] creates a base; [`Base::in_nf4`] and [`Base::with_copy`] select 4-bit
-//! linears. Tensors are read one by one; [`crate::adapters::build`] builds a model from them.
+//! linears. Tensors are read one by one; [`crate::params::build`] builds a model from them.
 
 use super::check::check_tensors;
 use super::error::Error;
@@ -38,25 +38,15 @@ pub enum FourBit {
 pub struct Base {
     /// Config, with overrides applied.
     pub config: Config,
-    tensors: Tensors,
+    /// `None` for random numbers, shaped by the config.
+    files: Option<Arc<TensorFiles>>,
+    /// 4-bit copy of the files (`model.cache`) with all decoder linears in 4 bits. Weights trained in full are
+    /// read from the original, so the copy does not depend on the selection of trained modules.
+    copy: Option<Arc<TensorFiles>>,
     nf4: bool,
-    /// Seed of a score head that the checkpoint lacks.
+    /// Seed of random weights, and of a score head that the checkpoint lacks.
     seed: u64,
     initials: Option<Arc<Initials>>,
-}
-
-/// Source of the tensors.
-#[derive(Clone, Debug)]
-enum Tensors {
-    Files(Arc<TensorFiles>),
-    /// A checkpoint and its 4-bit copy (`model.cache`) with all decoder linears in 4 bits. Weights trained
-    /// in full are read from the original, so the copy does not depend on the selection of trained modules.
-    Copied {
-        original: Arc<TensorFiles>,
-        copy: Arc<TensorFiles>,
-    },
-    /// Random numbers with this seed, shaped by the config.
-    Random(u64),
 }
 
 impl Base {
@@ -72,16 +62,16 @@ impl Base {
 
     /// Base on top of opened files.
     pub fn of_files(config: Config, files: TensorFiles) -> Self {
-        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, seed: 0, initials: None }
+        Self { files: Some(Arc::new(files)), ..Self::random(config, 0) }
     }
 
     /// Base with random weights: norms are one, biases zero, matrices normal with the config's
     /// `initializer_range`; tables are zero in the row of the padding token, as in transformers.
     pub fn random(config: Config, seed: u64) -> Self {
-        Self { config, tensors: Tensors::Random(seed), nf4: false, seed, initials: None }
+        Self { config, files: None, copy: None, nf4: false, seed, initials: None }
     }
 
-    /// Seed of a score head that the checkpoint lacks; 0 by default.
+    /// Seed of random weights, and of a score head that the checkpoint lacks; 0 by default for files.
     pub fn seeded(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
@@ -89,7 +79,7 @@ impl Base {
     /// Whether a module is a score head or a constant that the checkpoint lacks.
     pub fn lacks(&self, m: &Module) -> bool {
         (m.is_score() || m.is_constant())
-            && self.read_for(true).is_some_and(|files| files.info(&m.weight_name()).is_none())
+            && self.files().is_some_and(|files| files.info(&m.weight_name()).is_none())
     }
 
     /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
@@ -100,42 +90,26 @@ impl Base {
 
     /// Attaches a 4-bit copy of the checkpoint; frozen weights are read from the copy.
     pub fn with_copy(self, config: Config, copy: TensorFiles) -> Self {
-        let tensors = match self.tensors {
-            Tensors::Files(original) | Tensors::Copied { original, .. } => {
-                Tensors::Copied { original, copy: Arc::new(copy) }
-            }
-            random => random,
-        };
-        Self { config, tensors, ..self }
+        let copy = self.files.is_some().then(|| Arc::new(copy));
+        Self { config, copy, ..self }
     }
 
     /// Compares the tensors of the checkpoint, and of the 4-bit copy if any, with the config.
     ///
     /// # Errors
-    /// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
+    /// [`Error`] listing missing, unexpected and misshapen tensors.
     pub fn check(&self) -> Result<(), Error> {
-        match &self.tensors {
-            Tensors::Files(files) => check_tensors(&self.config, files),
-            Tensors::Copied { original, copy } => {
-                check_tensors(&self.config, original)?;
-                check_tensors(&self.config, copy)
-            }
-            Tensors::Random(_) => Ok(()),
-        }
+        self.files.iter().chain(&self.copy).try_for_each(|files| check_tensors(&self.config, files))
     }
 
     /// Files of the original checkpoint; `None` for random weights.
     pub fn files(&self) -> Option<&TensorFiles> {
-        self.read_for(true)
+        self.files.as_deref()
     }
 
     /// Files to read a module's weights from; `full` says whether the module trains in full.
     fn read_for(&self, full: bool) -> Option<&TensorFiles> {
-        match &self.tensors {
-            Tensors::Files(files) => Some(files),
-            Tensors::Copied { original, copy } => Some(if full { original } else { copy }),
-            Tensors::Random(_) => None,
-        }
+        self.copy.as_deref().filter(|_| !full).or(self.files())
     }
 
     /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
@@ -218,19 +192,12 @@ impl Base {
         dtype: DType,
         device: &Device,
     ) -> ft_base::Result<Real> {
-        let random = |seed| -> ft_base::Result<Real> {
-            let stream = Stream::new(seed, Purpose::Weights, u64::from(bias), number);
-            Ok(random(m, bias, elements.clone(), stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
-        };
-        match (self.read_for(full), &self.tensors) {
-            (Some(_), _) if self.lacks(m) => random(self.seed),
-            (Some(files), _) => {
-                let name = if bias { m.bias_name() } else { m.weight_name() };
-                Ok(files.part(&name, elements.clone(), dtype, device)?)
-            }
-            (None, Tensors::Random(seed)) => random(*seed),
-            (None, _) => Err(candle_core::Error::Msg(format!("{}: no files", m.name)).into()),
+        if let Some(files) = self.read_for(full).filter(|_| !self.lacks(m)) {
+            let name = if bias { m.bias_name() } else { m.weight_name() };
+            return Ok(files.part(&name, elements, dtype, device)?);
         }
+        let stream = Stream::new(self.seed, Purpose::Weights, u64::from(bias), number);
+        Ok(random(m, bias, elements, stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
     }
 
     /// Sets the LoRA initializations; PiSSA and OLoRA subtract them from the base weights.
@@ -255,7 +222,7 @@ impl Base {
             let whole = self.original((m, number), false, true, all, DType::F32, &Device::Cpu)?;
             let mut values: Vec<f32> = whole.to_vec1()?;
             if initials.how() == Decomposition::Loftq {
-                let why = || Error::Tensors { dir: m.weight_name(), why: "is not 4-bit".into() };
+                let why = || Error { place: m.weight_name(), why: "is not 4-bit".into() };
                 let (how, cpu) = (self.four_bit(m).ok_or_else(why)?, Device::Cpu);
                 let codes = self.codes((m, number), how, DType::F32, &mut CodeTables::new(&cpu)?)?;
                 let quantized = codes.dequantize()?.to_dtype(DType::F32)?.real()?.flatten_all()?;
@@ -299,7 +266,7 @@ impl Base {
             Ok(t.to_dtype(DType::F32)?.to_vec1()?)
         };
         let scales = scales(dims.0 * dims.1, &|r| Ok(quant::scales_of(&name, &values(r)?)?))?;
-        Ok(quant::lazy_nf4(&name, dims, source, &scales, Box::new(values)))
+        Ok(quant::lazy_nf4(&name, dims, source, &scales, values))
     }
 
     /// Weight of a linear in 4 bits, dequantized to `dtype` in use. `number` as in [`Base::part`].
@@ -363,7 +330,7 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
         &[o, i] => Ok((o, i)),
         other => {
             let why = format!("not built yet: a 4-bit weight of shape {other:?}");
-            Err(Error::Tensors { dir: m.weight_name(), why })
+            Err(Error { place: m.weight_name(), why })
         }
     }
 }
@@ -390,7 +357,7 @@ fn random(
             // Normal samples stay within eight standard deviations.
             if !(8.0 * std).is_finite() {
                 let why = format!("initializer_range: {std:e} makes weights that are infinite");
-                return Err(Error::Tensors { dir: "config.json".into(), why }.into());
+                return Err(Error { place: "config.json".into(), why }.into());
             }
             let mut values = vec![0.0; n];
             cpu::each(values.chunks_mut(DRAWN).enumerate(), |(k, part)| {

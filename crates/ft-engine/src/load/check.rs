@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 /// vocabulary's.
 ///
 /// # Errors
-/// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
+/// [`Error`] listing missing, unexpected and misshapen tensors.
 pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> {
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
@@ -68,8 +68,8 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     if count > shown {
         problems.push(format!(".. and {} more", count - shown));
     }
-    Err(Error::Tensors {
-        dir: files.paths().next().and_then(|p| p.parent()).map_or(String::new(), |p| p.display().to_string()),
+    Err(Error {
+        place: files.folder(),
         why: format!(
             "{} config.json\n  {}",
             if count == 1 { "1 tensor does not fit".into() } else { format!("{count} tensors do not fit") },

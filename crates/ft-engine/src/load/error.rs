@@ -1,17 +1,15 @@
-//! Errors of loading.
+//! Error of a model's files.
 
 use ft_base::error::{ExitCode, Failure};
 
-/// Errors in a base.
+/// A model or adapter that cannot be loaded or exported.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The tensors do not match the config.
-    #[error("{dir}: {why}")]
-    Tensors {
-        dir: String,
-        /// Missing, unexpected or misshapen tensors, one per line.
-        why: String,
-    },
+#[error("{place}: {why}")]
+pub struct Error {
+    /// Folder, file, key or tensor.
+    pub place: String,
+    /// Reason and hint.
+    pub why: String,
 }
 
 impl Failure for Error {

@@ -1,7 +1,7 @@
 //! Experts whose linears are one tensor in checkpoints, without `.weight`: `gate_up_proj` `[e, 2f, d]` and
 //! `down_proj` `[e, d, f]`, or their transposes, and their biases; in MXFP4, blocks and scales instead.
 
-use crate::files::TensorFiles;
+use crate::files::{Entry, TensorFiles};
 use crate::model::Config;
 use crate::quant::{MXFP4_BLOCK, MXFP4_PARTS};
 use candle_core::{DType, Tensor};
@@ -75,9 +75,6 @@ pub(super) fn open(config: &Config, files: &mut TensorFiles) -> Result<(), store
     }
     Ok(())
 }
-
-/// Name, dtype and shape of a tensor to be written.
-pub(super) type Entry = (String, DType, Vec<usize>);
 
 /// Replaces the experts' own tensors among `entries` by fused ones, except for 4-bit codes. Returns the fused ones by
 /// name.

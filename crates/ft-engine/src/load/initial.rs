@@ -103,7 +103,7 @@ impl Initials {
         // The lock is held during computation, so that ranks running as threads compute the factors once.
         let mut factors = initial.lock();
         if factors.is_none() {
-            let fail = |why: &str| Error::Tensors { dir: format!("{module}.weight"), why: why.into() };
+            let fail = |why: &str| Error { place: format!("{module}.weight"), why: why.into() };
             let values = values()?;
             let matrix = Matrix::new(&values, dims).ok_or_else(|| fail("is empty"))?;
             let (b, a) = match self.how {

@@ -6,7 +6,7 @@
 //! model in the layout that it was read in.
 
 use super::fused;
-use crate::files::{SplitTensor, TensorFiles, write_folder};
+use crate::files::{Entry, SplitTensor, TensorFiles, write_folder};
 use crate::model::Config;
 use candle_core::{DType, Tensor};
 use ft_base::store::{self};
@@ -65,9 +65,6 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     }
     Ok(files)
 }
-
-/// Name, dtype and shape of a tensor to be written.
-pub type Entry = fused::Entry;
 
 /// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: split
 /// tensors are joined again, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the

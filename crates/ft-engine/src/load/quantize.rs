@@ -2,6 +2,7 @@
 
 use super::check::check_tensors;
 use super::layout;
+use crate::files::Entry;
 use crate::model::Config;
 use crate::model::modules::{Group, Module, SCORE, modules};
 use crate::quant::{self, Error};
@@ -84,8 +85,7 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
     }
     bar.finish_and_clear();
     report.bits = 8.0 * code_and_scale_bytes as f64 / report.values.max(1) as f64;
-    let size =
-        |(_, d, s): &(String, DType, Vec<usize>)| (s.iter().product::<usize>() * d.size_in_bytes()) as u64;
+    let size = |(_, d, s): &Entry| (s.iter().product::<usize>() * d.size_in_bytes()) as u64;
     report.bytes = entries.iter().map(size).sum();
 
     let mut raw = config.raw.clone();

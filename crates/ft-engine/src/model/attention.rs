@@ -1,10 +1,11 @@
 //! Self-attention: projections, query and key norms, rotary embedding, grouped queries, sliding windows, sinks,
 //! output gate.
 
+use super::config::rope::Tables;
 use super::delta::Parameter;
 use super::linear::{self, Linear, Stack};
 use super::norm::Norm;
-use super::pass::batch::{Context, Tables};
+use super::pass::batch::Context;
 use super::pass::context_parallel::Outputs;
 use super::pass::grad_accumulator::GradAccumulator;
 use candle_core::Result;
@@ -245,15 +246,15 @@ impl Attention {
         accum: &GradAccumulator<'_>,
     ) -> Result<[Padded; 2]> {
         let rows = |t: &Tensor| Padded::of(&flat(t)?);
-        let want = self.norms().and(self.qk_norm.as_ref());
+        let norms = self.norms().and(self.qk_norm.as_ref());
         let trains = |n: &Norm| n.slot.is_some();
-        let want = want.map_or([false; 2], |n| [trains(&n.q), n.k.as_ref().is_some_and(trains)]);
+        let want = norms.map_or([false; 2], |n| [trains(&n.q), n.k.as_ref().is_some_and(trains)]);
         let [dq, dk] = match self.tables(ctx)? {
             None => [rows(&dq)?, rows(&dk)?],
             Some(t) => {
                 let before = before.zip(self.norms()).map(|([q, k], norms)| (q, k, norms));
                 let (rotated, [wq, wk]) = rope::backward(before, &t.cos, &t.sin, dq, dk, want, ranks)?;
-                if let Some(n) = self.norms().and(self.qk_norm.as_ref()) {
+                if let Some(n) = norms {
                     n.q.give(wq, accum)?;
                     n.k.iter().try_for_each(|n| n.give(wk.clone(), accum))?;
                 }

@@ -123,9 +123,7 @@ impl Decoder {
         let table = if config.tied { Some(b.table(&tree.embedding)?) } else { None };
         Ok(b.head(&tree.norm, &tree.head, table)?.logits(&x_td, &batch.context)?.real()?.clone())
     }
-}
 
-impl Decoder {
     /// The same weights without adapters and without trained rows of tokens. Rows that a pass has written into their
     /// table stay there.
     pub fn without_adapters(&self) -> Self {
@@ -155,9 +153,6 @@ pub struct Builder<'a> {
     config: &'a Config,
     weights: &'a mut dyn Weights,
 }
-
-/// Experts, and how many identical ones each stands for.
-type Experts = (Vec<Mlp>, Vec<usize>);
 
 /// Table of the embedding, slot of its gradient, rows that train.
 type Table = (Tensor, Option<Slot>, Option<Rows>);
@@ -244,11 +239,7 @@ impl<'a> Builder<'a> {
                     let why = format!("layer {l} has linear attention and its config none");
                     return Err(candle_core::Error::Msg(why).into());
                 };
-                let (layout, count) = (delta.projections, projections.len());
-                if count != DeltaNet::count(layout) {
-                    let why = format!("layer {l}: linear attention with {count} projections: a bug in ft");
-                    return Err(candle_core::Error::Msg(why).into());
-                }
+                let layout = delta.projections;
                 let projections =
                     projections.iter().map(|m| self.linear(m)).collect::<ft_base::Result<_>>()?;
                 let own = |all| self.weights.heads(all);
@@ -325,52 +316,43 @@ impl<'a> Builder<'a> {
             FeedForwardTree::Dense(mlp) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
             FeedForwardTree::Mixture { router, experts, shared } => {
                 let router = self.linear(router)?;
-                let (built, owned) = self.experts(l, experts)?;
-                let shared = match shared {
-                    Some((mlp, gate)) => Some(Shared { mlp: self.mlp(mlp)?, gate: self.linear(gate)? }),
-                    None => None,
-                };
-                FeedForward::Mixture(Box::new(self.mixture(l, (router, built, shared))?.owned(owned)))
+                let mut mixture = self.mixture(l, router, experts)?;
+                if let Some((mlp, gate)) = shared {
+                    mixture.shared = Some(Shared { mlp: self.mlp(mlp)?, gate: self.linear(gate)? });
+                }
+                FeedForward::Mixture(Box::new(mixture))
             }
             FeedForwardTree::Beside { dense_norms: [before, after], dense, router, norms, experts } => {
                 let (before, dense, after) = (self.norm(before)?, self.mlp(dense)?, self.norm(after)?);
                 let [scale, router, factors] = router;
                 let (router_norm, router) = (self.norm(scale)?, self.linear(router)?);
-                let factors = self.parameter(factors)?;
+                let factors = Some(self.parameter(factors)?);
                 let norms = [self.norm(&norms[0])?, self.norm(&norms[1])?];
-                let (built, owned) = self.experts(l, experts)?;
-                let mixture = self.mixture(l, (router, built, None))?.factors(factors).owned(owned);
+                let mut mixture = self.mixture(l, router, experts)?;
+                mixture.factors = factors;
                 let dense_norms = [before, after];
                 FeedForward::Beside(Box::new(Beside { dense_norms, dense, router_norm, norms, mixture }))
             }
         })
     }
 
-    /// Builds the experts of layer `l` that are here, one for each run of identical ones.
-    fn experts(&mut self, l: usize, all: &[MlpTree]) -> ft_base::Result<(Experts, Option<LocalExperts>)> {
-        let own = self.weights.own(all, l + 1);
-        let here = own.as_ref().map_or(all, |(range, _)| &all[range.clone()]);
+    /// Builds the mixture of layer `l` with the experts that are here, one for each run of identical ones.
+    fn mixture(&mut self, l: usize, router: Linear, all: &[MlpTree]) -> ft_base::Result<Mixture> {
+        let Some(moe) = &self.config.moe else {
+            let why = format!("layer {l} has experts and its config none");
+            return Err(candle_core::Error::Msg(why).into());
+        };
+        let (range, owned) = self.weights.own(all, l + 1).unzip();
+        let here = range.map_or(all, |range| &all[range]);
         let alike = self.weights.alike(here);
         let (mut built, mut from) = (Vec::new(), 0);
         for n in &alike {
             built.push(self.mlp(&here[from])?);
             from += n;
         }
-        Ok(((built, alike), own.map(|(_, owned)| owned)))
-    }
-
-    fn mixture(
-        &self,
-        l: usize,
-        (router, experts, shared): (Linear, Experts, Option<Shared>),
-    ) -> ft_base::Result<Mixture> {
-        match &self.config.moe {
-            Some(moe) => Ok(Mixture::new(router, experts, shared, moe.top_k, moe.normalise)),
-            None => {
-                let why = format!("layer {l} has experts and its config none");
-                Err(candle_core::Error::Msg(why).into())
-            }
-        }
+        let mut mixture = Mixture::new(router, (built, alike), moe.top_k, moe.normalise);
+        mixture.owned = owned;
+        Ok(mixture)
     }
 
     /// Builds layer `l`.

@@ -68,14 +68,6 @@ impl Saved {
 }
 
 impl DeltaNet {
-    /// Number of projections.
-    pub fn count(layout: DeltaProjections) -> usize {
-        match layout {
-            DeltaProjections::Split => 4,
-            DeltaProjections::Interleaved => 2,
-        }
-    }
-
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         self.projections.iter().chain([&self.out]).collect()

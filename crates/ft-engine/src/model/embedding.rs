@@ -70,12 +70,7 @@ impl Embedding {
         if let Some(l) = &self.lora {
             gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
         }
-        self.scaled(y)
-    }
-
-    /// `x` times the factor on the embeddings.
-    fn scaled(&self, x: Tensor) -> Result<Tensor> {
-        scaled(x, self.scale, self.dtype)
+        scaled(y, self.scale, self.dtype)
     }
 
     /// Adds the gradients of trained tensors to the accumulator, given the gradient of the embeddings; `noise` as in
@@ -96,7 +91,7 @@ impl Embedding {
             }
         };
         let dy = through.map_or_else(|| Ok(dy.clone()), |d| dy + d)?;
-        let (ids, dy) = (&batch.ids, &self.scaled(dy)?);
+        let (ids, dy) = (&batch.ids, &scaled(dy, self.scale, self.dtype)?);
         if let Some(slot) = self.slot {
             accum.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
         }

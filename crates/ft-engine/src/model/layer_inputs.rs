@@ -50,7 +50,7 @@ impl LayerInputs {
         let (t, _) = x.dims2()?;
         let normed = self.norm.forward(&self.projected(x, ctx)?.0)?.reshape((t, self.table.dim(1)?))?;
         let own = scaled(embed::forward_in(&self.table, ids, self.dtype)?, self.scale(), self.dtype)?;
-        ctx.shared_state.set_inputs(((normed + own)? * FRAC_1_SQRT_2)?, wants);
+        ctx.shared_state.set_inputs(0, ((normed + own)? * FRAC_1_SQRT_2)?, wants);
         Ok(())
     }
 

@@ -91,14 +91,14 @@ impl Optimizer {
         lr: Rate<'_>,
         grad_scale: f64,
     ) -> ft_base::Result<()> {
-        let mut mine = Vec::new();
+        let (args, mut mine) = (UpdateArgs { t, lr, grad_scale }, Vec::new());
         for (number, flat) in params.flats.iter().enumerate() {
             let Some(flat) = flat else { continue };
             let Some(grads) = &flat.grads else {
                 return Err(candle_core::Error::Msg(format!("unit {} has no gradients", flat.unit)).into());
             };
-            self.project((number, flat), params, grads, &UpdateArgs { t, lr, grad_scale })?;
-            mine.extend(self.updates((number, flat), grads, &UpdateArgs { t, lr, grad_scale })?);
+            self.project((number, flat), params, grads, &args)?;
+            mine.extend(self.updates((number, flat), grads, &args)?);
         }
         self.run(params, &mine)?;
         for number in 0..params.flats.len() {
@@ -135,12 +135,11 @@ impl Optimizer {
         args: &UpdateArgs<'_>,
     ) -> Result<Vec<Update<'a>>> {
         let Some(moments) = &flat.moments else { candle_core::bail!("unit {} has no moments", flat.unit) };
-        let numbers = |s: &ParamGroup| self.numbers(s, args);
         let mut mine = Vec::new();
         for s in self.groups.iter().filter(|s| s.flat == number) {
             let parts = moments.parts(&(s.start..s.start + s.len));
             let parts = parts.iter().flat_map(|part| flat.by_kept(part));
-            mine.extend(parts.map(|range| Update { flat, grads, range, k: numbers(s) }));
+            mine.extend(parts.map(|range| Update { flat, grads, range, k: self.numbers(s, args) }));
         }
         mine.retain(|u| !u.range.is_empty());
         Ok(mine)

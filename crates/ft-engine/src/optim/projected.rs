@@ -36,7 +36,7 @@ impl GaLore {
         if (k.t - 1).is_multiple_of(self.gap) {
             update_basis(params, p, &g, k.t)?;
         }
-        let (rows, cols) = p.low();
+        let (rows, cols) = p.low;
         let low = p.project(&g)?.reshape(rows * cols)?;
         let delta = Tensor::zeros(rows * cols, DType::F32, g.device())?;
         let inner = AdamW { weight_decay: 0.0, ..*k };

@@ -105,7 +105,7 @@ impl Selection {
     /// Learning rates of the selection, highest first.
     pub fn learning_rates(&self, o: &ft_recipe::Optimizer) -> Vec<LearningRate> {
         let parts = self.parts();
-        collect(o, parts.iter().map(|p| (p.part, p.lr_scale(), p.elements() as u64)))
+        collect(o, parts.iter().map(|p| (p.part, p.lr_scale, p.elements() as u64)))
     }
 
     /// As [`Selection::learning_rates`], with validation.
@@ -125,7 +125,7 @@ impl Selection {
                      rate falls to min_lr: a lower one, or set optimizer.lr",
                     o.min_lr, r.from
                 );
-                return Err(Error::LearningRate { place, why });
+                return Err(Error::Key { place, why });
             }
             if !(r.lr as f32 > 0.0 && (r.lr as f32).is_finite()) {
                 let place = recipe.place("optimizer.lr").to_string();
@@ -133,7 +133,7 @@ impl Selection {
                     "the learning rate {base:?} x lr_scale {:?} is {:?} in f32, which updates are computed in",
                     r.lr_scale, r.lr as f32
                 );
-                return Err(Error::LearningRate { place, why });
+                return Err(Error::Key { place, why });
             }
         }
         Ok(rates)

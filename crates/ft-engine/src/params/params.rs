@@ -8,12 +8,12 @@
 //! and released afterwards.
 
 use super::buffers::allocate::Allocate;
-use super::buffers::layout::{FlatLayout, layout};
+use super::buffers::layout::{FlatLayout, layout, wide_units};
 use super::buffers::moments::is_large;
 use super::buffers::projected::{Projected, Projection, Shapes};
 use super::buffers::{Buffer, FlatKind, Piece, Split, common};
 use super::flat::{FlatParam, Placement};
-use crate::adapters::{Part, Trained};
+use crate::adapters::Trained;
 use crate::load::Initials;
 use crate::model::grad_accumulator::Slot;
 use crate::ranks::{CollectiveId, Comm};
@@ -22,7 +22,6 @@ use ft_kernels::Tensor;
 use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::resizable::free;
 use ft_kernels::tensor::Real;
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -75,13 +74,9 @@ impl Params {
         let place = (|t: &Trained| what.split.flat(t, units), |i: usize| pieces[i].shape());
         let of = (&tensors[..], device.is_cuda());
         let (slots, layouts) = layout(of, (units, what.split.flats(units)), projection, place);
-        let wide: BTreeSet<usize> =
-            slots.iter().filter(|s| tensors[s.index].part == Part::Magnitude).map(|s| s.flat).collect();
-        let kept = layouts
-            .iter()
-            .enumerate()
-            .map(|(i, l)| l.kept(what.rounding.is_some(), dtype, wide.contains(&i)));
-        let kept = kept.collect();
+        let wide = wide_units(slots.iter().map(|s| (s.flat, tensors[s.index].part)));
+        let kept = layouts.iter().enumerate();
+        let kept = kept.map(|(i, l)| l.kept(what.rounding.is_some(), dtype, wide.contains(&i))).collect();
         let home = if what.offload { &Device::Cpu } else { device };
         let flat = |(number, layout): (usize, FlatLayout)| {
             let Some(of) = what.split.held(number, units).filter(|_| layout.len > 0) else { return Ok(None) };

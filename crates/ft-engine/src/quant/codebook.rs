@@ -1,5 +1,6 @@
 //! Code tables of the 4-bit types and of double quantization, equal to those of bitsandbytes.
 
+use crate::files::MXFP4_MAGNITUDES;
 use candle_core::{Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::quantized::Codebook;
@@ -36,9 +37,6 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// MXFP4 magnitudes by bit pattern.
-const MXFP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-
 /// FP4 magnitudes by bit pattern, before normalization.
 const FP4: [f32; 8] = [0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0];
 
@@ -61,7 +59,10 @@ impl Type {
                 // In bitsandbytes' table, code 8 is zero without a sign.
                 if i <= 8 { v } else { -v }
             }),
-            Type::Mxfp4 => std::array::from_fn(|i| if i < 8 { MXFP4[i] } else { -MXFP4[i - 8] }),
+            Type::Mxfp4 => std::array::from_fn(|i| {
+                let v = MXFP4_MAGNITUDES[i & 7];
+                if i < 8 { v } else { -v }
+            }),
         }
     }
 }
@@ -95,9 +96,8 @@ pub fn dynamic_map() -> [f32; 256] {
 /// Code tables on a model's device, created once and shared by all tensors.
 #[derive(Debug)]
 pub struct CodeTables {
-    nf4: Arc<Codebook>,
-    fp4: Arc<Codebook>,
-    mxfp4: Arc<Codebook>,
+    /// In the order of [`Type`].
+    books: [Arc<Codebook>; 3],
     /// Cache of double-quantization maps by value: checkpoints repeat the same map for every tensor.
     maps: Vec<(Vec<f32>, Tensor)>,
     device: Device,
@@ -107,17 +107,13 @@ impl CodeTables {
     /// Creates the tables on a device.
     pub fn new(device: &Device) -> Result<Self> {
         let book = |t: Type| Codebook::new(t.table(), device).map(Arc::new);
-        let (nf4, fp4, mxfp4) = (book(Type::Nf4)?, book(Type::Fp4)?, book(Type::Mxfp4)?);
-        Ok(Self { nf4, fp4, mxfp4, maps: Vec::new(), device: device.clone() })
+        let [nf4, fp4, mxfp4] = [Type::Nf4, Type::Fp4, Type::Mxfp4].map(book);
+        Ok(Self { books: [nf4?, fp4?, mxfp4?], maps: Vec::new(), device: device.clone() })
     }
 
     /// Table of a 4-bit type.
     pub fn book(&self, t: Type) -> Arc<Codebook> {
-        match t {
-            Type::Nf4 => self.nf4.clone(),
-            Type::Fp4 => self.fp4.clone(),
-            Type::Mxfp4 => self.mxfp4.clone(),
-        }
+        Arc::clone(&self.books[t as usize])
     }
 
     /// Uploads a double-quantization map, or returns the cached one.

@@ -114,9 +114,6 @@ impl Encoded {
     }
 }
 
-/// Reads a range of a flattened matrix, as f32.
-pub type Values<'a> = Box<dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>> + 'a>;
-
 /// Block scales of values starting at a block boundary.
 ///
 /// # Errors
@@ -129,13 +126,13 @@ pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, Er
 }
 
 /// A matrix quantized lazily by ranges, from `values` of dtype `source` and precomputed `scales`; double
-/// quantization is applied.
+/// quantization is applied. `values` reads a range of the flattened matrix.
 pub fn lazy_nf4<'a>(
     name: &str,
     dims: (usize, usize),
     source: DType,
     scales: &[f32],
-    values: Values<'a>,
+    values: impl Fn(Range<usize>) -> ft_base::Result<Vec<f32>> + 'a,
 ) -> LazyMatrix<'a> {
     let (n, name) = (dims.0 * dims.1, name.to_string());
     let read: ReadRange<'a> = Box::new(move |bytes| {

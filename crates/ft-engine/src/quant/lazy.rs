@@ -56,11 +56,8 @@ pub struct LazyMatrix<'a> {
     pub scales: LazyScales<'a>,
 }
 
-/// Allocates a vector's tensor, and reads it now or later.
-pub type Materialize<'p, 'a> = dyn FnMut(LazyVector<'a>) -> ft_base::Result<Tensor> + 'p;
-
 impl<'a> LazyMatrix<'a> {
-    /// Builds the matrix for products in `compute`; `load` allocates codes and scales.
+    /// Builds the matrix for products in `compute`; `load` allocates codes and scales, and reads them now or later.
     ///
     /// # Errors
     /// Errors from `load`.
@@ -68,7 +65,7 @@ impl<'a> LazyMatrix<'a> {
         self,
         compute: DType,
         books: &mut CodeTables,
-        load: &mut Materialize<'_, 'a>,
+        load: &mut dyn FnMut(LazyVector<'a>) -> ft_base::Result<Tensor>,
     ) -> ft_base::Result<QuantizedMatrix> {
         let packed = load(self.packed)?;
         let scales = match self.scales {

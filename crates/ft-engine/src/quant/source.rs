@@ -45,16 +45,13 @@ pub fn dtype_of(files: &TensorFiles, name: &str) -> ft_base::Result<DType> {
 
 fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded> {
     let (info, source) = (files.get(name)?, dtype_of(files, name)?);
-    let refuse = |dtype: String| Error::Dtype { name: name.into(), dtype };
-    let &[rows, cols] = info.shape.as_slice() else {
-        return Err(refuse(format!("shape {:?}", info.shape)).into());
+    let (rows, cols) = match info.shape[..] {
+        [rows, cols] if rows > 0 && cols > 0 => (rows, cols),
+        _ => return Err(Error::Dtype { name: name.into(), dtype: format!("shape {:?}", info.shape) }.into()),
     };
-    if rows == 0 || cols == 0 {
-        return Err(refuse(format!("shape {:?}", info.shape)).into());
-    }
     let mut e = Encoded::empty((rows, cols), source);
     // Pieces are whole rows and whole blocks.
-    let unit = BLOCK / gcd(BLOCK, cols);
+    let unit = (1..BLOCK).find(|rows| (rows * cols).is_multiple_of(BLOCK)).unwrap_or(BLOCK);
     let rows_a_piece = unit * (PIECE / (unit * cols)).max(1);
     let values = rows_a_piece * cols;
     let pieces = e.packed.chunks_mut(values / 2).zip(e.scales.chunks_mut(values / BLOCK));
@@ -68,10 +65,6 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
     });
     done.into_iter().collect::<ft_base::Result<()>>()?;
     Ok(e)
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Whether `model.quantize` applies to a module's weight: linears of decoder layers, experts included.

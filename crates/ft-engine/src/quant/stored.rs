@@ -17,9 +17,9 @@ use super::encode::{BLOCK, GROUP, Nested};
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
 use super::mxfp4;
-use crate::files::TensorFiles;
+use crate::files::{TensorFiles, torch_name};
 use candle_core::{DType, Device, Tensor};
-use ft_base::store::{self};
+use ft_base::store;
 use ft_kernels::quantized::QuantizedMatrix;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -37,7 +37,6 @@ const KEYS: [&str; 7] =
 struct State {
     block: usize,
     source: DType,
-    dims: (usize, usize),
     /// Scales per group, and offset, with double quantization.
     nested: Option<(usize, f32)>,
 }
@@ -76,12 +75,7 @@ pub fn source_dtype(files: &TensorFiles, weight: &str) -> Option<DType> {
 }
 
 fn dtype(name: &Value) -> Option<DType> {
-    match name.as_str()? {
-        "float32" => Some(DType::F32),
-        "float16" => Some(DType::F16),
-        "bfloat16" => Some(DType::BF16),
-        _ => None,
-    }
+    [DType::F32, DType::F16, DType::BF16].into_iter().find(|dtype| name == torch_name(*dtype))
 }
 
 /// Validates a quantized weight of `dims`, except for tensor values. `None` if valid or not quantized.
@@ -101,9 +95,7 @@ struct Stored<'a> {
 
 impl Stored<'_> {
     fn fail(&self, why: String) -> ft_base::Error {
-        let folder = self.files.paths().next().and_then(|p| p.parent());
-        let file = folder.map_or(String::new(), |p| p.display().to_string());
-        Error::State { file, name: self.name.clone(), why }.into()
+        Error::State { file: self.files.folder(), name: self.name.clone(), why }.into()
     }
 
     /// A range of a companion tensor.
@@ -161,7 +153,7 @@ pub fn open<'a>(
         }
     };
     let packed = bytes(weight.into(), n.div_ceil(2));
-    Ok(LazyMatrix { dims: s.dims, block: s.block, kind, source: s.source, packed, scales })
+    Ok(LazyMatrix { dims, block: s.block, kind, source: s.source, packed, scales })
 }
 
 /// Reads a quantized weight of `dims` for products in `compute` on the device of `books`.
@@ -264,7 +256,7 @@ fn parse(json: &Map<String, Value>, kind: Type, dims: (usize, usize)) -> Result<
             .ok_or_else(|| bad("nested_offset", "a finite number is wanted"))?;
         Some((group as usize, offset))
     };
-    Ok(State { block, source, dims, nested })
+    Ok(State { block, source, nested })
 }
 
 /// A tensor to write for a quantized weight.
@@ -290,11 +282,7 @@ pub fn entries(
     double: bool,
 ) -> candle_core::Result<Vec<Entry>> {
     let cpu = &Device::Cpu;
-    let dtype = match source {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        _ => "float32",
-    };
+    let dtype = torch_name(source);
     let mut json = json!({"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": [rows, cols]});
     let mut parts = vec![("quant_map", Tensor::new(&Type::Nf4.table(), cpu)?)];
     if double {

@@ -209,6 +209,12 @@ pub trait Comm: Send + Sync {
     }
 }
 
+impl fmt::Debug for dyn Comm + '_ {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank(), self.world())
+    }
+}
+
 /// The words of a message.
 pub(crate) fn words_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b))
@@ -224,12 +230,19 @@ pub(super) struct ReduceScatterHeader {
 }
 
 impl ReduceScatterHeader {
-    pub(super) fn bytes(&self) -> Vec<u8> {
+    /// The headers of all members, by member. Collective.
+    pub(super) fn all_gather(
+        &self,
+        comm: &dyn Comm,
+        members: &[usize],
+        at: CollectiveId,
+    ) -> Result<Vec<Self>> {
         let words = [u64::from(self.gives), self.range.start as u64, self.range.end as u64];
-        bytemuck::cast_slice::<u64, u8>(&words).to_vec()
+        let all = comm.all_gather_bytes_among(members, at, bytemuck::cast_slice(&words), true)?;
+        Ok(all.iter().map(|bytes| Self::of(bytes)).collect())
     }
 
-    pub(super) fn of(bytes: &[u8]) -> Self {
+    fn of(bytes: &[u8]) -> Self {
         let mut words = words_of(bytes);
         let mut next = || words.next().unwrap_or(0) as usize;
         Self { gives: next() != 0, range: next()..next() }
@@ -328,6 +341,17 @@ fn of_stage(stage: Option<u16>) -> String {
 }
 
 impl Error {
+    /// The error of a rank of a world, which does not hang.
+    pub(super) fn new(
+        (rank, world): (usize, usize),
+        host: String,
+        at: CollectiveId,
+        why: String,
+        code: ExitCode,
+    ) -> Self {
+        Self { rank, world, stage: None, host, at, why, code, hangs: false }
+    }
+
     /// The error of a rank, in a pipeline of `stages`.
     pub(crate) fn with_stage_of(self, stages: usize) -> Self {
         let stage = u16::try_from(self.rank * stages / self.world).ok().filter(|_| stages > 1);

@@ -76,34 +76,25 @@ impl Axis {
         Axis::Ends,
     ];
 
-    /// Coordinates in which the members of a group differ: pipeline, data, context, tensor.
-    fn varies(self) -> [bool; 4] {
-        let [pipeline, data, context, tensor] = match self {
-            Axis::World | Axis::Ends => [1, 1, 1, 1],
-            Axis::Stage | Axis::Expert | Axis::ExpertReplica => [0, 1, 1, 1],
-            Axis::Replica => [0, 1, 1, 0],
-            Axis::Rows => [0, 0, 1, 1],
-            Axis::Context => [0, 0, 1, 0],
-            Axis::Tensor => [0, 0, 0, 1],
-            Axis::Pipeline => [1, 0, 0, 0],
-        };
-        [pipeline, data, context, tensor].map(|n| n == 1)
+    /// Name of the groups, and 1 for the coordinates in which members differ: pipeline, data, context, tensor.
+    fn describe(self) -> (&'static str, [u8; 4]) {
+        match self {
+            Axis::World => ("all ranks", [1, 1, 1, 1]),
+            Axis::Stage => ("stage group", [0, 1, 1, 1]),
+            Axis::Replica => ("replica group", [0, 1, 1, 0]),
+            Axis::Rows => ("row group", [0, 0, 1, 1]),
+            Axis::Context => ("context group", [0, 0, 1, 0]),
+            Axis::Tensor => ("tensor group", [0, 0, 0, 1]),
+            Axis::Expert => ("expert group", [0, 1, 1, 1]),
+            Axis::ExpertReplica => ("expert replica group", [0, 1, 1, 1]),
+            Axis::Pipeline => ("pipeline group", [1, 0, 0, 0]),
+            Axis::Ends => ("first and last stage", [1, 1, 1, 1]),
+        }
     }
 
     /// Name of the groups, in messages.
     pub fn word(self) -> &'static str {
-        match self {
-            Axis::World => "all ranks",
-            Axis::Stage => "stage group",
-            Axis::Replica => "replica group",
-            Axis::Rows => "row group",
-            Axis::Context => "context group",
-            Axis::Tensor => "tensor group",
-            Axis::Expert => "expert group",
-            Axis::ExpertReplica => "expert replica group",
-            Axis::Pipeline => "pipeline group",
-            Axis::Ends => "first and last stage",
-        }
+        self.describe().0
     }
 }
 
@@ -140,13 +131,13 @@ impl Mesh {
     /// Ranks of the group of `rank` along an axis, in order.
     pub fn members(&self, axis: Axis, rank: usize) -> Vec<usize> {
         let axes = |p: Coordinates| [p.pipeline, p.data, p.context, p.tensor];
-        let (own, varies) = (self.coordinates(rank), axis.varies());
+        let (own, (_, varies)) = (self.coordinates(rank), axis.describe());
         let is_end = |p: Coordinates| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
         let block = |r: usize| r % self.stage() / self.expert;
         let in_group = |other: &usize| {
             let at = self.coordinates(*other);
             let agree =
-                axes(at).into_iter().zip(axes(own)).zip(varies).all(|((a, b), varies)| varies || a == b);
+                axes(at).into_iter().zip(axes(own)).zip(varies).all(|((a, b), varies)| varies == 1 || a == b);
             agree
                 && match axis {
                     Axis::Expert => block(*other) == block(rank),

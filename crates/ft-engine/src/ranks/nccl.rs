@@ -164,10 +164,8 @@ impl Comm for Nccl<'_> {
             return self.host.reduce_scatter_among(members, at, part, range, to);
         }
         let others = self.others(members);
-        let said = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
-        let said = self.all_gather_bytes_among(members, at, &said.bytes(), true)?;
-        let said: Vec<ReduceScatterHeader> =
-            said.iter().map(|bytes| ReduceScatterHeader::of(bytes)).collect();
+        let own = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
+        let said = own.all_gather(self, members, at)?;
         self.received().count(at, size_of::<f32>() * range.len() * others.len());
         let (n, mut out, mut into) = (range.len(), Vec::new(), Vec::new());
         if let Some(part) = &part {

@@ -92,17 +92,7 @@ impl Group {
     }
 
     fn error(&self, rank: usize, at: CollectiveId, why: String, code: ExitCode) -> Error {
-        let e = Error {
-            rank,
-            world: self.world,
-            stage: None,
-            host: self.host.clone(),
-            at,
-            why,
-            code,
-            hangs: false,
-        };
-        e.with_stage_of(self.stages)
+        Error::new((rank, self.world), self.host.clone(), at, why, code).with_stage_of(self.stages)
     }
 
     /// Aborts the group; returns the first error recorded.

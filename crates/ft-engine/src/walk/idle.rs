@@ -5,7 +5,7 @@ use super::pass::Pass;
 use super::visit::{Outline, Visits};
 use super::walker::Walk;
 use crate::model::batch::{Context, HostBatch};
-use crate::model::feed_forward::{IdleSaved, Mixture, RowSpec};
+use crate::model::feed_forward::{DispatchedSaved, Mixture, RowSpec};
 use crate::model::grad_accumulator::GradAccumulator;
 use crate::model::layer::Level;
 use crate::model::{Batch, Decoder};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// State of a layer on a rank without rows between forward and backward.
 pub(super) enum IdleState {
-    Saved(IdleSaved),
+    Saved(DispatchedSaved),
     /// To be made again.
     Dropped(Arc<RowExchange>),
 }
@@ -109,14 +109,14 @@ impl Walk<'_> {
         };
         if let Some(state) = state {
             let saved = again(mixture, state, (context, like), level)?;
-            mixture.idle_backward(saved, context, accum, like)?;
+            mixture.backward_rows(saved, None, context, accum, like)?;
         }
         Ok(None)
     }
 }
 
 /// As [`crate::model::layer::Saved::keep`].
-fn keep(mut saved: IdleSaved, level: Level) -> IdleState {
+fn keep(mut saved: DispatchedSaved, level: Level) -> IdleState {
     if level >= Level::FeedForward {
         return IdleState::Dropped(saved.exchange());
     }
@@ -132,12 +132,12 @@ fn again(
     state: IdleState,
     (ctx, like): (&Context<'_>, RowSpec<'_>),
     level: Option<Level>,
-) -> Result<IdleSaved> {
+) -> Result<DispatchedSaved> {
     match state {
         IdleState::Dropped(exchange) => mixture.idle_forward(ctx, Some(exchange), like),
         IdleState::Saved(mut saved) => {
             if level >= Some(Level::Norms) {
-                mixture.idle_restore(&mut saved, ctx, like)?;
+                mixture.restore_rows(&mut saved, None, ctx, like)?;
             }
             Ok(saved)
         }

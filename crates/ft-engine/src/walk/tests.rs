@@ -10,7 +10,7 @@ use crate::model::batch::HostBatch;
 use crate::model::grad_accumulator::GradAccumulator;
 use crate::model::layer::{FeedForward, Level};
 use crate::model::linear::{Linear, Weight};
-use crate::model::modules::{Group, constants, modules};
+use crate::model::modules::{Group, Module, constants, modules};
 use crate::model::{Batch, Config, Decoder};
 use crate::params::Allocate;
 use crate::params::Params;
@@ -18,12 +18,13 @@ use crate::params::build::Build;
 use anyhow::{Context as _, Result};
 use candle_core::{DType, Device};
 use ft_base::memory::place::Phase;
+use ft_data::Micro;
 use ft_kernels::Tensor;
 use ft_kernels::check::{distance, values};
 use ft_kernels::loss;
 use ft_recipe::LoraSpec;
 use serde_json::Map;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 mod among;
 mod composed;
@@ -64,16 +65,22 @@ fn cases() -> Result<Vec<Case>> {
         dirs.extend(std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<Vec<_>>>()?);
     }
     dirs.sort();
-    dirs.into_iter()
-        .map(|dir| {
-            let config = Config::load(&dir.join("model"), &Map::new())?;
-            let base = Base::open(config.clone(), &dir.join("model"))?;
-            Ok(Case { dir, config, base })
-        })
-        .collect()
+    dirs.into_iter().map(|dir| Case::of(&dir, &dir.join("model"))).collect()
+}
+
+/// The case of a name.
+fn case(name: &str) -> Result<Case> {
+    cases()?.into_iter().find(|c| c.name() == name).context("a case")
 }
 
 impl Case {
+    /// The case in `dir`, of a model.
+    fn of(dir: &Path, model: &Path) -> Result<Self> {
+        let config = Config::load(model, &Map::new())?;
+        let base = Base::open(config.clone(), model)?;
+        Ok(Self { dir: dir.into(), config, base })
+    }
+
     fn name(&self) -> String {
         self.dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned())
     }
@@ -99,6 +106,13 @@ impl Case {
         self.base.files().context("files")
     }
 
+    /// An adapter folder, and the selection of its config.
+    fn adapter(&self, name: &str) -> Result<(Adapter, Selection)> {
+        let adapter = Adapter::open(&self.dir.join(name))?;
+        let selection = Selection::from_peft(&self.config, &adapter.config)?;
+        Ok((adapter, selection))
+    }
+
     /// Prefixes of the adapter folders.
     fn adapters(&self) -> Result<Vec<String>> {
         let mut out: Vec<String> = std::fs::read_dir(&self.dir)?
@@ -116,8 +130,14 @@ fn build(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Resul
 
 /// Trains every module.
 fn everything(config: &Config) -> Selection {
-    let mut s = Selection::frozen(config);
-    s.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
+    in_full(Selection::frozen(config), |_| true)
+}
+
+/// Trains the `chosen` modules in full as well.
+fn in_full(mut s: Selection, chosen: impl Fn(&Module) -> bool) -> Selection {
+    for (_, choice) in s.modules.iter_mut().filter(|(m, _)| chosen(m)) {
+        *choice = Choice::Full { lr_scale: 1.0 };
+    }
     s
 }
 
@@ -127,12 +147,14 @@ fn ints(t: &TensorFiles, name: &str) -> Result<Vec<i64>> {
 
 /// A micro-batch of the reference without padding; `real` lists the indices of real tokens
 /// among the `rows * 24` padded ones.
+#[derive(Default)]
 struct Rows {
-    ids: Vec<u32>,
-    positions: Vec<u32>,
-    docs: Vec<usize>,
-    targets: Vec<(u32, u32)>,
+    micro: Micro,
     real: Vec<u32>,
+}
+
+fn host(m: &Micro) -> HostBatch<'_> {
+    HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets, weights: &[] }
 }
 
 impl Rows {
@@ -166,7 +188,7 @@ impl Rows {
             *lengths.last_mut().context("a first document")? += 1;
         }
         // one row of several documents; as separate rows they would start elsewhere
-        let mut out = Self { ids: vec![], positions: vec![], docs: vec![], targets: vec![], real: vec![] };
+        let mut out = Self::default();
         let mut start = 0;
         for n in lengths {
             out.document(&ids[start..start + n], &labels[start..start + n], start);
@@ -176,7 +198,7 @@ impl Rows {
     }
 
     fn new(ids: &[i64], labels: &[i64], lengths: &[usize], width: usize) -> Self {
-        let mut out = Self { ids: vec![], positions: vec![], docs: vec![], targets: vec![], real: vec![] };
+        let mut out = Self::default();
         for (row, &n) in lengths.iter().enumerate() {
             let at = row * width;
             out.document(&ids[at..at + n], &labels[at..at + n], at);
@@ -185,16 +207,16 @@ impl Rows {
     }
 
     fn document(&mut self, ids: &[i64], labels: &[i64], at: usize) {
-        let base = self.ids.len();
+        let base = self.micro.ids.len();
         for (i, label) in labels.iter().enumerate().skip(1) {
             if *label >= 0 {
-                self.targets.push(((base + i - 1) as u32, *label as u32));
+                self.micro.targets.push(((base + i - 1) as u32, *label as u32));
             }
         }
-        self.ids.extend(ids.iter().map(|i| *i as u32));
-        self.positions.extend(0..ids.len() as u32);
+        self.micro.ids.extend(ids.iter().map(|i| *i as u32));
+        self.micro.positions.extend(0..ids.len() as u32);
+        self.micro.docs.push(ids.len());
         self.real.extend((at..at + ids.len()).map(|i| i as u32));
-        self.docs.push(ids.len());
     }
 
     fn batch(&self, config: &Config) -> Result<Batch<'static>> {
@@ -203,14 +225,7 @@ impl Rows {
 
     /// With the dropout of a seed and a step.
     fn batch_at(&self, config: &Config, random: Option<(u64, u64)>) -> Result<Batch<'static>> {
-        let host = HostBatch {
-            ids: &self.ids,
-            positions: &self.positions,
-            docs: &self.docs,
-            targets: &self.targets,
-            weights: &[],
-        };
-        Ok(Batch::new(config, host, (0, 0), random, CPU)?)
+        Ok(Batch::new(config, host(&self.micro), (0, 0), random, CPU)?)
     }
 
     /// Selects the logits of real tokens from expected logits `[1.., rows, width, v]`.
@@ -221,15 +236,30 @@ impl Rows {
     }
 }
 
-/// Forward and backward pass: returns the loss, and for each tensor whether a gradient reached it. Gradients
-/// are in `params`.
-fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
+/// A training walk with gradients in `p`: returns the losses, and for each tensor whether a gradient reached it.
+fn train(walk: &mut Walk<'_>, p: &Params, batch: &Batch<'_>, scale: f64) -> Result<(Vec<Tensor>, Vec<bool>)> {
     let grads = p.grads();
     let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
-    let scale = 1.0 / batch.target_count as f64;
-    let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &accum)?;
+    let losses = walk.train(batch, scale, &accum)?;
     accum.settle(None)?;
-    Ok((loss::total(&losses)? * scale, accum.reached()))
+    Ok((losses, accum.reached()))
+}
+
+/// The gradient of a tensor after [`train`].
+fn gradient(p: &Params, i: usize) -> Result<Vec<f64>> {
+    Ok(values(&p.grad(i)?.context("a gradient")?))
+}
+
+/// The gradients of all tensors after [`train`].
+fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
+    (0..p.tensors.len()).map(|i| gradient(p, i)).collect()
+}
+
+/// Forward and backward pass: returns the mean loss, and for each tensor whether a gradient reached it.
+fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
+    let scale = 1.0 / batch.target_count as f64;
+    let (losses, reached) = train(&mut Walk::new(d, p.lowest_unit(), recompute), p, batch, scale)?;
+    Ok((loss::total(&losses)? * scale, reached))
 }
 
 /// Loss and gradients of a step, by tensor.
@@ -240,12 +270,9 @@ fn step(
     e: &Execution,
     losses: RouterLosses,
 ) -> Result<(f64, Vec<Vec<f64>>)> {
-    let grads = p.grads();
-    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
-    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &accum)?;
-    accum.settle(None)?;
-    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-    Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+    let mut walk = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses);
+    let (sums, _) = train(&mut walk, p, batch, 1.0)?;
+    Ok((loss::total(&sums)?, gradients(p)?))
 }
 
 /// Adapters of LoRA rank 4 with dropout on the linear modules of the given groups.
@@ -260,6 +287,13 @@ fn adapters(config: &Config, dora: bool, groups: &[Group]) -> Selection {
     s
 }
 
+/// Relative distance of the logits from a tensor of a file.
+fn logits_apart(d: &Decoder, rows: &Rows, expected: &TensorFiles, name: &str) -> Result<f64> {
+    let logits = Walk::new(d, None, 0).logits(&rows.batch(&d.config)?)?;
+    let want = rows.select(&expected.tensor(name, DType::F32, CPU)?.into())?;
+    Ok(distance(&values(&logits), &values(&want)))
+}
+
 /// Compares logits, loss and gradients with tensors of a file; returns the number of gradients compared.
 fn compare(
     what: &str,
@@ -270,12 +304,9 @@ fn compare(
     prefix: &str,
 ) -> Result<usize> {
     let get = |n: &str| expected.tensor(n, DType::F32, CPU).map(Tensor::Real);
-    let batch = rows.batch(&d.config)?;
-    let logits = Walk::new(d, None, 0).logits(&batch)?;
-    let want = rows.select(&get(&format!("{prefix}logits"))?)?;
-    let apart = distance(&values(&logits), &values(&want));
+    let apart = logits_apart(d, rows, expected, &format!("{prefix}logits"))?;
     assert!(apart <= BAR, "{what}: logits {apart:.1e} apart");
-    let (loss, reached) = backward(d, p, &batch, 0)?;
+    let (loss, reached) = backward(d, p, &rows.batch(&d.config)?, 0)?;
     let want = values(&get(&format!("{prefix}loss"))?)[0];
     assert!((loss - want).abs() <= 1e-6 * want, "{what}: loss {loss}, PyTorch {want}");
     assert!(reached.iter().all(|r| *r), "{what}: not every tensor was reached");
@@ -288,22 +319,19 @@ fn compare(
             format!("{prefix}grad.base_model.model.{}.weight", t.name),
             format!("{prefix}grad.base_model.model.{}.modules_to_save{last}", t.module),
         ];
+        let got = gradient(p, i)?;
         if let Some(want) = families::slice_of_whole(expected, t, &format!("{prefix}grad."))? {
-            let apart = distance(&values(&p.grad(i)?.context("gradient")?), &want);
+            let apart = distance(&got, &want);
             assert!(apart <= BAR, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
             compared += 1;
             continue;
         }
         let Some(name) = spellings.iter().find(|n| expected.info(n).is_some()) else {
             // PyTorch has no gradient for an expert without tokens
-            if t.name.contains(".experts.")
-                && values(&p.grad(i)?.context("gradient")?).iter().all(|g| *g == 0.0)
-            {
-                compared += 1;
-            }
+            compared += usize::from(t.name.contains(".experts.") && got.iter().all(|g| *g == 0.0));
             continue;
         };
-        let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(name)?));
+        let apart = distance(&got, &values(&get(name)?));
         // Float32 itself is uncertain where a norm of nearly nothing follows.
         let uncertain = t.name.ends_with("k_proj.bias") || t.name.contains("linear_attn");
         // PyTorch's own float32 is up to 9e-6 from float64 on gemma4, whose norms follow one another.
@@ -340,18 +368,16 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
     let want = values(&get(&format!("{prefix}_loss"))?)[0];
     assert!((value - want).abs() <= 1e-6 * want, "{what}: {value}, PyTorch {want}");
     let batch = Rows::padded(c)?.batch(&c.config)?;
-    let grads = p.grads();
     let mut compared = 0;
     for recompute in [0, usize::MAX] {
-        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
-        Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &accum)?;
-        accum.settle(None)?;
+        let mut walk = Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses);
+        train(&mut walk, &p, &batch, 0.0)?;
         for (i, t) in p.tensors.iter().enumerate() {
             let name = format!("{prefix}_grad.{}", t.name);
             if expected.info(&name).is_none() {
                 continue;
             }
-            let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(&name)?));
+            let apart = distance(&gradient(&p, i)?, &values(&get(&name)?));
             let bar = if t.name.ends_with("k_proj.bias") { 10.0 * BAR } else { BAR };
             assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
             compared += 1;
@@ -369,12 +395,9 @@ fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
         }
         let (d, p) = c.build(&everything(&c.config), None)?;
         let batch = Rows::padded(c)?.batch(&c.config)?;
-        let grads = p.grads();
         let both = RouterLosses { aux: 0.01, z: 0.001 };
         let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
-        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
-        walk.train(&batch, 1.0, &accum)?;
-        accum.settle(None)?;
+        train(&mut walk, &p, &batch, 1.0)?;
         let (aux, z) = walk.routing().read()?.losses()?;
         let n = compare_router_loss(c, RouterLosses { aux: 1.0, z: 0.0 }, aux, "aux")?;
         assert!(n > 10, "{}: only {n} gradients", c.name());
@@ -392,8 +415,7 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
     for c in &cases()? {
         for prefix in c.adapters()? {
             let what = format!("{} {prefix}adapter", c.name());
-            let init = Adapter::open(&c.dir.join(format!("{prefix}adapter_init")))?;
-            let selection = Selection::from_peft(&c.config, &init.config)?;
+            let (init, selection) = c.adapter(&format!("{prefix}adapter_init"))?;
             let (d, p) = c.build(&selection, Some(&init))?;
             let rows = Rows::padded(c)?;
             let expected = c.open(&format!("{prefix}lora_expected.safetensors"))?;
@@ -401,10 +423,8 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
             // the trained adapter, unmerged, against PEFT's merged model
             let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;
             let (d, _) = c.build(&selection, Some(&end))?;
-            let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
             let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
-            let want = rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?;
-            let apart = distance(&values(&logits), &values(&want));
+            let apart = logits_apart(&d, &rows, &merged, "logits")?;
             assert!(apart <= BAR, "{what}: merged logits {apart:.1e} apart");
             adapters += 1;
         }
@@ -422,15 +442,10 @@ fn exports_have_pytorchs_logits() -> Result<()> {
     for c in cases()?.iter().filter(split) {
         for prefix in c.adapters()? {
             let what = format!("{} {prefix}adapter", c.name());
-            let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;
-            let selection = Selection::from_peft(&c.config, &end.config)?;
+            let (end, selection) = c.adapter(&format!("{prefix}adapter_final"))?;
             let export = Export::new(&c.config, &end, &selection)?;
             let rows = Rows::padded(c)?;
             let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
-            let want = values(&rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?);
-            let logits = |d: &Decoder| -> Result<Vec<f64>> {
-                Ok(values(&Walk::new(d, None, 0).logits(&rows.batch(&c.config)?)?))
-            };
             let out = tempfile::tempdir()?;
             match export.write(Target::PeftFused, out.path()) {
                 Err(e) if prefix == "dora_" => {
@@ -444,7 +459,7 @@ fn exports_have_pytorchs_logits() -> Result<()> {
                     for (i, t) in p.tensors.iter().enumerate() {
                         p.set(i, read.get(&t.name).with_context(|| t.name.clone())?)?;
                     }
-                    let apart = distance(&logits(&d)?, &want);
+                    let apart = logits_apart(&d, &rows, &merged, "logits")?;
                     assert!(apart <= BAR, "{what}: fused logits {apart:.1e} apart");
                     fused += 1;
                 }
@@ -459,7 +474,7 @@ fn exports_have_pytorchs_logits() -> Result<()> {
                     written?;
                     let read = Adapter::open(out.path())?;
                     let (d, _) = c.build(&Selection::from_peft(&c.config, &read.config)?, Some(&read))?;
-                    let apart = distance(&logits(&d)?, &want);
+                    let apart = logits_apart(&d, &rows, &merged, "logits")?;
                     assert!(apart <= BAR, "{what}: vLLM's logits {apart:.1e} apart");
                     vllm += 1;
                 }
@@ -528,19 +543,11 @@ fn the_walk_visits_units_forward_then_in_reverse() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.config.layers == 2).context("a case of two layers")?;
     let batch = Rows::padded(&c)?.batch(&c.config)?;
     let trace = |choose: &dyn Fn(Option<usize>, Group) -> bool| -> Result<String> {
-        let mut s = Selection::frozen(&c.config);
-        for (m, choice) in &mut s.modules {
-            if choose(m.layer, m.group) {
-                *choice = Choice::Full { lr_scale: 1.0 };
-            }
-        }
+        let s = in_full(Selection::frozen(&c.config), |m| choose(m.layer, m.group));
         let (d, p) = c.build(&s, None)?;
-        let grads = p.grads();
-        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut seen = String::new();
         let mut watch = |phase, unit| seen += &written(phase, unit);
-        Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &accum)?;
-        accum.settle(None)?;
+        train(&mut Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch), &p, &batch, 1.0)?;
         Ok(seen)
     };
     let up = "f0 f1 f2 ";
@@ -556,6 +563,13 @@ fn the_walk_visits_units_forward_then_in_reverse() -> Result<()> {
     Ok(())
 }
 
+/// Logits of one document.
+fn logits_of(d: &Decoder, ids: &[u32]) -> Result<Tensor> {
+    let (positions, docs) = ((0..ids.len() as u32).collect::<Vec<_>>(), [ids.len()]);
+    let host = HostBatch { ids, positions: &positions, docs: &docs, targets: &[], weights: &[] };
+    Ok(Walk::new(d, None, 0).logits(&Batch::new(&d.config, host, (0, 0), None, CPU)?)?)
+}
+
 /// The most likely tokens, one after another with a KV cache, are those of full forward passes.
 #[test]
 fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
@@ -567,12 +581,7 @@ fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
         let mut reader = super::generate::Reader::new(&d, CPU);
         let mut next = most(&values(&reader.read_document(&ids)?.into()));
         for _ in 0..8 {
-            let positions: Vec<u32> = (0..ids.len() as u32).collect();
-            let docs = [ids.len()];
-            let host =
-                HostBatch { ids: &ids, positions: &positions, docs: &docs, targets: &[], weights: &[] };
-            let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
-            let last = values(&whole.real()?.get(ids.len() - 1)?.into());
+            let last = values(&logits_of(&d, &ids)?.real()?.get(ids.len() - 1)?.into());
             assert_eq!(next, most(&last), "{} after {ids:?}", c.name());
             ids.extend(next);
             next = most(&values(&reader.read(&ids[ids.len() - 1..])?.into()));
@@ -588,12 +597,6 @@ fn cached_generation_has_the_logits_of_the_whole_sequence() -> Result<()> {
     for c in &cases()? {
         let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
         let ids: Vec<u32> = (0..11).map(|i| (7 * i + 3) % c.config.vocab as u32).collect();
-        let positions: Vec<u32> = (0..11).collect();
-        let whole = |n: usize| -> Result<Tensor> {
-            let (ids, positions) = (&ids[..n], &positions[..n]);
-            let host = HostBatch { ids, positions, docs: &[n], targets: &[], weights: &[] };
-            Ok(Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?)
-        };
         let mut reader = super::generate::Reader::new(&d, CPU);
         // another document first; only the common prefix stays cached
         reader.read_document(&[&ids[..5], &[9, 9, 9]].concat())?;
@@ -601,7 +604,8 @@ fn cached_generation_has_the_logits_of_the_whole_sequence() -> Result<()> {
         assert_eq!(reader.len(), 7);
         for (i, id) in ids.iter().enumerate().skip(7) {
             let step = values(&reader.read(&[*id])?.into());
-            let apart = distance(&step, &values(&whole(i + 1)?.real()?.get(i)?.into()));
+            let whole = logits_of(&d, &ids[..i + 1])?;
+            let apart = distance(&step, &values(&whole.real()?.get(i)?.into()));
             assert!(apart <= BAR, "{}: token {i} is {apart:.1e} apart", c.name());
         }
     }

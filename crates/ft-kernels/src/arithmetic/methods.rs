@@ -2,7 +2,7 @@
 
 use super::cast;
 use crate::cpu::{each, in_place, pairwise};
-use crate::tensor::{Ghost, Real, Tensor};
+use crate::tensor::{Ghost, Real, Tensor, row_stride};
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D, DType, Layout, Result, Shape, WithDType, bail};
 use std::borrow::Borrow;
@@ -229,6 +229,11 @@ impl Tensor {
     /// Row-major copy, or the tensor itself if contiguous.
     pub fn contiguous(&self) -> Result<Self> {
         if self.is_contiguous() { Ok(self.clone()) } else { self.force_contiguous() }
+    }
+
+    /// The matrix itself if its rows are contiguous, else a row-major copy.
+    pub fn contiguous_rows(&self) -> Result<Self> {
+        if row_stride(self.layout()).is_some() { Ok(self.clone()) } else { self.contiguous() }
     }
 
     /// Converts to `dtype`, or returns the tensor itself.

@@ -5,12 +5,12 @@ use super::gradients::{AT_ONCE, Block, Inputs, Item, Products, Tile, gradients};
 use super::sequences::{Causal, Saved, Shape};
 use super::tiles::BLOCK;
 use crate::Tensor;
-use crate::cpu;
-use crate::cpu::{Float, Halves, View, dot, ghost_products, max, sum, tensor, vectorised, view};
+use crate::cpu::blocks::Values;
+use crate::cpu::{self, Float, dot, ghost_products, max, sum, tensor, vectorised, view};
 use crate::gemm::{Mat, gemm};
 use crate::ledger::Ledger;
 use crate::padded::Padded;
-use candle_core::{DType, Result};
+use candle_core::Result;
 use std::ops::Range;
 
 /// Forward pass. Each task handles [`BLOCK`] queries, one head after another.
@@ -53,40 +53,26 @@ pub fn forward<T: Float>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
 
-/// Keys or values of one cache block, [tokens, g, c].
-enum CacheBlock<'a, T> {
-    /// In the compute dtype.
-    Wide(View<'a, T>),
-    /// In bf16, widened on access.
-    Half(Halves<'a>),
-}
-
-impl<'a, T: Float> CacheBlock<'a, T> {
-    fn of(t: &'a Tensor) -> Result<Self> {
-        Ok(if t.dtype() == DType::BF16 { Self::Half(Halves::of(t)?) } else { Self::Wide(view(t)?) })
-    }
-
-    /// The keys or values of head `kvh` for the tokens `own`, [tokens, c]. `room` receives widened
-    /// values.
-    fn head<'r>(
-        &'r self,
-        own: Range<usize>,
-        kvh: usize,
-        (g, c): (usize, usize),
-        room: &'r mut [T],
-    ) -> Mat<'r, T> {
-        let at = (own.start * g + kvh) * c;
-        match self {
-            Self::Wide(v) => Mat::new(&v[at..], own.len(), c, g * c),
-            Self::Half(v) => {
-                let room = &mut room[..own.len() * c];
-                vectorised(|| {
-                    for (to, from) in room.chunks_mut(c).zip(v[at..].chunks(g * c)) {
-                        to.iter_mut().zip(from).for_each(|(t, x)| *t = T::widened(cpu::wide(*x)));
-                    }
-                });
-                Mat::new(room, own.len(), c, c)
-            }
+/// Keys or values of head `kvh` in a cache block [tokens, g, c], for the tokens `own`: [tokens, c]. `room` receives
+/// widened values.
+fn of_head<'r, T: Float>(
+    block: &'r Values<'_, T>,
+    own: Range<usize>,
+    kvh: usize,
+    (g, c): (usize, usize),
+    room: &'r mut [T],
+) -> Mat<'r, T> {
+    let at = (own.start * g + kvh) * c;
+    match block {
+        Values::Whole(v) => Mat::new(&v[at..], own.len(), c, g * c),
+        Values::Halves(v) => {
+            let room = &mut room[..own.len() * c];
+            vectorised(|| {
+                for (to, from) in room.chunks_mut(c).zip(v[at..].chunks(g * c)) {
+                    to.iter_mut().zip(from).for_each(|(t, x)| *t = T::widened(cpu::wide(*x)));
+                }
+            });
+            Mat::new(room, own.len(), c, c)
         }
     }
 }
@@ -100,7 +86,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
         Ok([of[0].narrow(0, 0, n)?, of[1].narrow(0, 0, n)?])
     });
     let used = used.collect::<Result<Vec<_>>>()?;
-    let blocks = used.iter().map(|[k, v]| Ok([CacheBlock::<T>::of(k)?, CacheBlock::of(v)?]));
+    let blocks = used.iter().map(|[k, v]| Ok([Values::<T>::of(k)?, Values::of(v)?]));
     let blocks = blocks.collect::<Result<Vec<_>>>()?;
     let qv = view::<T>(q)?;
     let (qv, each) = (&*qv, h / g);
@@ -122,7 +108,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
         let mut room = vec![T::zero(); TOKENS.min(block.n) * c];
         let (mut p, mut o) = (vec![T::zero(); m * block.n], vec![T::zero(); m * c]);
         for (s, tokens, before) in parts() {
-            let km = blocks[s][0].head(tokens, kvh, (g, c), &mut room);
+            let km = of_head(&blocks[s][0], tokens, kvh, (g, c), &mut room);
             gemm(&mut p[before..], block.n, false, Mat::new(&own, m, c, c), km.t(), T::of(how.scale), false);
         }
         let lse: Vec<T> = p
@@ -137,7 +123,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
             .collect();
         for (s, tokens, before) in parts() {
             let pm = Mat::new(&p[before..], m, tokens.len(), block.n);
-            let vm = blocks[s][1].head(tokens, kvh, (g, c), &mut room);
+            let vm = of_head(&blocks[s][1], tokens, kvh, (g, c), &mut room);
             gemm(&mut o, c, before > 0, pm, vm, T::one(), false);
         }
         (o, lse)
@@ -210,17 +196,9 @@ impl<T: Float> Products<T, T> for Widened {
         let Shape { h, c, .. } = shape;
         let Item { head, i0, rows, block: Block { n, .. }, .. } = *of;
         let (p, dp) = (&mut tile.p[..rows * n], &mut tile.dp[..rows * n]);
-        let km = of.keys(inputs.k, shape, 0..n);
+        let [km, vm] = [inputs.k, inputs.v].map(|x| of.keys(x, shape, 0..n));
         gemm(p, n, false, of.queries(inputs.q, shape), km.t(), T::of(how.scale), false);
-        gemm(
-            dp,
-            n,
-            false,
-            of.queries(inputs.d_o, shape),
-            of.keys(inputs.v, shape, 0..n).t(),
-            T::one(),
-            false,
-        );
+        gemm(dp, n, false, of.queries(inputs.d_o, shape), vm.t(), T::one(), false);
         for r in 0..rows {
             let (a, z) = of.block.seen(how, i0, r);
             let (p, dp) = (&mut p[r * n..(r + 1) * n], &mut dp[r * n..(r + 1) * n]);

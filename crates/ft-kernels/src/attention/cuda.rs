@@ -9,7 +9,7 @@ use super::sequences::{Causal, Saved, Shape};
 use super::split::{self, KeySplit};
 use super::tiles::{ROWS, THREADS, Tiles};
 use crate::Tensor;
-use crate::cuda::launch::{self, Grid, Launch, args, compiled, empty};
+use crate::cuda::launch::{self, Grid, Launch, Source, args, compiled, empty};
 use crate::padded::{Padded, stride};
 use crate::tensor::{ghost_products, started};
 use candle_core::{DType, Result};
@@ -28,7 +28,7 @@ const RESERVED: usize = 1024;
 const MOST: usize = 3000;
 
 /// The kernel variant for a call, with the shared memory per block of each kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Kernels {
     /// Size of the tensor-core kernels; `None`: plain kernels.
     size: Option<usize>,
@@ -92,17 +92,8 @@ impl Kernels {
             // per warp: channel sums and one weight per lane
             let one = THREADS as usize / 32 * (channels + 32) * 4;
             let (forward, backward_q, backward_kv) = (one, one, 2 * one);
-            Self {
-                size: None,
-                pairs: false,
-                pairs_kv: false,
-                forward,
-                backward_q,
-                backward_kv,
-                sharers: 1,
-                parts_q: 1,
-                parts: 1,
-            }
+            let (sharers, parts_q, parts) = (1, 1, 1);
+            Self { forward, backward_q, backward_kv, sharers, parts_q, parts, ..Self::default() }
         }
     }
 
@@ -111,6 +102,18 @@ impl Kernels {
         let pairs = if role == "backward_kv" { self.pairs_kv } else { self.pairs };
         let pair = if pairs { "pair_" } else { "" };
         format!("attention_{role}_{pair}{}{size}", dtype.as_str())
+    }
+
+    fn source(self, role: &str) -> Source {
+        match (self.size.is_some(), role) {
+            (false, _) => compiled!(ATTENTION_PLAIN),
+            (true, "forward" | "cached") => compiled!(ATTENTION_FORWARD),
+            (true, _) => compiled!(ATTENTION_BACKWARD),
+        }
+    }
+
+    fn launch<'a>(self, role: &str, q: &'a Tensor) -> Result<Launch<'a>> {
+        Launch::named(q, self.source(role), self.name(role, q.dtype()))
     }
 
     /// Threads per block of the kernels that own queries.
@@ -144,11 +147,10 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
 }
 
-/// Whether 16-byte copies can start at the tensor's first value. Row lengths are multiples of 16 bytes for heads of a
-/// multiple of 8 channels.
-fn is_aligned(t: &Tensor) -> Result<bool> {
-    let t = t.real()?;
-    Ok((t.layout().start_offset() * t.dtype().size_in_bytes()).is_multiple_of(16))
+/// Whether 16-byte copies can start at the first value of every tensor. Row lengths are multiples of 16 bytes for heads
+/// of a multiple of 8 channels.
+fn are_aligned(all: &[&Tensor]) -> bool {
+    all.iter().all(|t| (t.layout().start_offset() * t.dtype().size_in_bytes()).is_multiple_of(16))
 }
 
 /// Checks the preconditions of a launch not covered by [`Shape::of`]: equal dtypes, head size, fewer than
@@ -188,13 +190,9 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     }
     let tiles = tiles(&[q, k, v], shape, how)?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
-    let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
+    let kernels = Kernels::of(q.dtype(), shape.c, are_aligned(&[&q, &k, &v]), launch::shared_memory(&q));
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
-    let source =
-        if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = Launch::named(&q, source, kernels.name("forward", q.dtype()))?;
-    let launch = launch.with(args![&q, &k, &v, &tiles.queries])?;
+    let launch = kernels.launch("forward", &q)?.with(args![&q, &k, &v, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
     let grid = kernels.of_queries(tiles, shape.h, kernels.forward)?;
     // SAFETY: `Shape::of` checked q [t, h, c] and k, v [keys, g, c]; o has t rows with stride `apart`,
@@ -216,17 +214,14 @@ pub fn forward_cached(
     let tiles = tiles(&[q, cache.first()?], shape, how)?;
     let (q, table) = (q.contiguous()?, cache.table()?);
     // blocks are separate allocations, thus aligned
-    let aligned = is_aligned(&q)?;
+    let aligned = are_aligned(&[&q]);
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
     if let (true, Some(parts)) = (aligned, KeySplit::of(shape, how, q.dtype())) {
         split::forward(&q, table, shape, how, parts, &o, &lse)?;
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
     let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
-    let source =
-        if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = Launch::named(&q, source, kernels.name("cached", q.dtype()))?;
-    let launch = launch.with(args![&q, table, &tiles.queries])?;
+    let launch = kernels.launch("cached", &q)?.with(args![&q, table, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
     let grid = kernels.of_queries(tiles, shape.h, kernels.forward)?;
     // SAFETY: as in `forward`; the table lists all blocks of the cache, which hold every key and value of
@@ -272,26 +267,19 @@ pub fn backward(
         );
     }
     let (q, k, v, d_o) = (q.contiguous()?, k.contiguous()?, v.contiguous()?, d_o.contiguous()?);
-    let mut aligned = true;
-    for t in [&q, &k, &v, &d_o, o] {
-        aligned &= is_aligned(t)?;
-    }
+    let aligned = are_aligned(&[&q, &k, &v, &d_o, o]);
     let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
     let delta = empty(&q, (shape.h, shape.t), DType::F32)?;
     let like = |t: &Tensor| empty(&q, t.shape(), t.dtype());
     let (dq, dk, dv) = (like(&q)?, like(&k)?, empty(&q, of_v().0, v.dtype())?);
-    let source =
-        if kernels.size.is_some() { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = |role| Launch::named(&q, source, kernels.name(role, q.dtype()));
-
-    let of_q = launch("backward_q")?.with(args![&q, &k, &v, o, &d_o])?;
+    let of_q = kernels.launch("backward_q", &q)?.with(args![&q, &k, &v, o, &d_o])?;
     let of_q = shape.push(of_q.with(args![lse, &tiles.queries])?, how, saved.o.stride())?;
     let of_q = of_q.with(args![&delta, &dq])?;
     let grid = kernels.of_queries(tiles, shape.h, kernels.backward_q)?;
     // SAFETY: as in `forward`; o (with its stride), d_o and dq have the shape of q, delta has the shape
     // of lse.
     unsafe { of_q.run(grid) }?;
-    let of_kv = launch("backward_kv")?.with(args![&q, &k, &v, &d_o])?;
+    let of_kv = kernels.launch("backward_kv", &q)?.with(args![&q, &k, &v, &d_o])?;
     let of_kv = of_kv.with(args![lse, &delta, &tiles.keys])?;
     let of_kv = shape.push(of_kv, how, apart)?.with(args![&dk, &dv])?;
     let blocks = [tiles.keys.dim(0)? * shape.g, 1, kernels.parts];
@@ -356,13 +344,8 @@ mod tests {
             for (c, room) in SIZES.into_iter().chain([84]).flat_map(|c| [(c, 0), (c, usize::MAX)]) {
                 let k = Kernels::of(dtype, c, true, room);
                 for role in ["forward", "cached", "backward_q", "backward_kv"] {
-                    let source = match (k.size.is_some(), role) {
-                        (false, _) => module::ATTENTION_PLAIN,
-                        (true, "forward" | "cached") => module::ATTENTION_FORWARD,
-                        (true, _) => module::ATTENTION_BACKWARD,
-                    };
                     let name = k.name(role, dtype);
-                    assert!(source.ptx.contains(&format!(".entry {name}(")), "{name}");
+                    assert!(k.source(role).ptx.contains(&format!(".entry {name}(")), "{name}");
                 }
             }
         }

@@ -24,12 +24,8 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<S
     // each thread holds scores, probabilities and output of one block and head
     let blocks = |l: &Ledger| {
         let (rows, keys) = (BLOCK.min(t), how.most_keys());
-        let packed = packing((rows, c, keys), 1, (false, false), false).max(packing(
-            (rows, keys, c),
-            1,
-            (false, false),
-            false,
-        ));
+        let packed = |sizes| packing(sizes, 1, (false, false), false);
+        let packed = packed((rows, c, keys)).max(packed((rows, keys, c)));
         let each = (rows * (6 * keys + 4 * c)) as u64 + packed;
         l.touch(t.div_ceil(BLOCK).min(l.machine().threads as usize) as u64 * each);
     };

@@ -95,9 +95,8 @@ pub fn backward(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::{close, gradient, randn, values};
-    use candle_core::DType;
-    use candle_core::Device;
+    use crate::check::{close, gradient, on, randn, values};
+    use candle_core::{DType, Device};
 
     struct Case {
         docs: &'static [usize],
@@ -185,14 +184,11 @@ mod tests {
         let (q, k, v, dy, s) = inputs(&case, DType::F64)?;
         let how = case.how(&s, 0.6);
         let saved = forward(&q, &k, &v, &how, 0)?;
-        let on = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            pool.install(|| backward(&q, &k, &v, &saved, &dy, &how, 0))
-        };
-        let (dq, dk, dv) = on(1)?;
+        let run = || backward(&q, &k, &v, &saved, &dy, &how, 0);
+        let (dq, dk, dv) = on(1, run)?;
         let dv = dv.values()?;
         for threads in [2, 3, 9] {
-            let (q, k, v) = on(threads)?;
+            let (q, k, v) = on(threads, run)?;
             close(&q, &dq, 0.0);
             close(&k, &dk, 0.0);
             close(&v.values()?, &dv, 0.0);
@@ -258,8 +254,7 @@ mod tests {
                 assert!(off <= bar * size + 1e-6, "result {i}: {off:e} off, of {size:e}");
             }
             for threads in [1, 3] {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-                for (a, b) in pool.install(|| run(DType::BF16))?.iter().zip(&got) {
+                for (a, b) in on(threads, || run(DType::BF16))?.iter().zip(&got) {
                     assert_eq!(values(a), values(b), "on {threads} threads");
                 }
             }

@@ -8,7 +8,7 @@ use crate::padded::Padded;
 use candle_core::{Device, Result};
 
 /// Document boundaries: the attention mask in compact form.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Sequences {
     /// Document lengths, in order. They sum to the number of keys.
     pub docs: Vec<usize>,
@@ -47,18 +47,17 @@ impl Sequences {
     /// Documents with work lists already uploaded by [`list`](Self::list).
     pub fn sent(docs: &[usize], first_query: usize, places: [Place; 3], sent: &Sent) -> Result<Self> {
         let tiles = Some(Tiles::sent(places, sent)?);
-        Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
+        Ok(Self { docs: docs.to_vec(), first_query, tiles, sizes: Sizes::of(docs), ..Self::default() })
     }
 
     /// A plan's sequences: sizes only.
     pub fn ghost(sizes: Sizes) -> Self {
-        Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
+        Self { sizes, ..Self::default() }
     }
 
     /// As [`Sequences::new`], for a plan.
     pub fn planned(docs: &[usize], first_query: usize) -> Self {
-        let sizes = Sizes::of_last(docs, first_query);
-        Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles: None, sizes }
+        Self { docs: docs.to_vec(), first_query, ..Self::ghost(Sizes::of_last(docs, first_query)) }
     }
 
     /// Device bytes, if all documents are as long as the longest.

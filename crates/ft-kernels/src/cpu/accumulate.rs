@@ -14,39 +14,30 @@ use candle_core::Result;
 pub fn onto<T: Float>(
     name: &'static str,
     a: &Tensor,
-    sum: Option<Tensor>,
+    mut sum: Option<Tensor>,
     (rows, cols): (usize, usize),
     product: impl Fn(&mut [T], bool),
     during: impl FnOnce(&Ledger),
 ) -> Result<Tensor> {
-    let dtype = a.dtype();
-    match sum {
-        Some(sum) if a.ghost().is_some() && sum.dtype() == T::DTYPE => {
-            ghost_products::<T, 0>(&[a], [], during);
-            Ok(sum)
-        }
-        sum if a.ghost().is_some() => {
-            match (ghost_products::<T, 1>(&[a], [((rows, cols).into(), dtype)], during), sum) {
-                (Some([own]), Some(sum)) => sum + own,
-                (Some([own]), None) => Ok(own),
-                (None, _) => candle_core::bail!("{name}: no ghost"),
-            }
-        }
-        Some(sum) if sum.dtype() == T::DTYPE => {
+    if let Some(sum) = sum.take_if(|sum| sum.dtype() == T::DTYPE) {
+        if ghost_products::<T, 0>(&[a], [], during).is_none() {
             in_place::<T>(name, &sum, |dst| {
                 product(dst, true);
                 Ok(())
             })?;
-            Ok(sum)
         }
-        sum => {
+        return Ok(sum);
+    }
+    let own = match ghost_products::<T, 1>(&[a], [((rows, cols).into(), a.dtype())], during) {
+        Some([own]) => own,
+        None => {
             let mut out = vec![T::zero(); rows * cols];
             product(&mut out, false);
-            let own = tensor(out, (rows, cols), dtype)?;
-            match sum {
-                None => Ok(own),
-                Some(sum) => sum + own,
-            }
+            tensor(out, (rows, cols), a.dtype())?
         }
+    };
+    match sum {
+        None => Ok(own),
+        Some(sum) => sum + own,
     }
 }

@@ -5,6 +5,7 @@ use crate::Tensor;
 use crate::cpu::{Float, Halves, View, ghosts_in, map, tensor, vectorised, view};
 use crate::cpu::{narrow, wide};
 use crate::ledger::Ledger;
+use crate::tensor::all_of;
 use candle_core::{DType, Device, Result, Shape};
 use half::bf16;
 use half::vec::HalfBitsVecExt;
@@ -110,17 +111,12 @@ pub fn written<T: Float, R: Send, const N: usize>(
         let mut out: [Vec<bf16>; N] = std::array::from_fn(|_| vec![0u16; len].reinterpret_into());
         let work = |(i, own)| f(i * task, Out::Halves(own));
         let done = map(tasks(&mut out, task).into_iter().enumerate(), work);
-        return Ok((tensors(out.map(|v| Tensor::from_vec(v, shape, &Device::Cpu)))?, done));
+        return Ok((all_of(out.map(|v| Tensor::from_vec(v, shape, &Device::Cpu)))?, done));
     }
     let mut out: [Vec<T>; N] = std::array::from_fn(|_| vec![T::zero(); len]);
     let work = |(i, own)| f(i * task, Out::Whole(own));
     let done = map(tasks(&mut out, task).into_iter().enumerate(), work);
-    Ok((tensors(out.map(|v| tensor(v, shape, dtype)))?, done))
-}
-
-fn tensors<const N: usize>(all: [Result<Tensor>; N]) -> Result<[Tensor; N]> {
-    let all: Vec<Tensor> = all.into_iter().collect::<Result<_>>()?;
-    all.try_into().map_err(|_| candle_core::Error::msg("a tensor that was not made"))
+    Ok((all_of(out.map(|v| tensor(v, shape, dtype)))?, done))
 }
 
 /// Like [`crate::cpu::ghosts`], for kernels that read through [`Values`] and write through [`written`] in

@@ -2,8 +2,8 @@
 
 use super::float::Float;
 use crate::Tensor;
-use crate::ledger::{Cost, Ledger};
-use crate::tensor::{Ghost, moves};
+use crate::ledger::Ledger;
+use crate::tensor::{Ghost, moves, started};
 use candle_core::{DType, Shape};
 
 /// Records the memory and work of a CPU kernel for ghosts; returns `None` for tensors with values.
@@ -55,7 +55,7 @@ pub(crate) fn ghost_products_in<T: Float, const N: usize>(
     let made = out
         .map(|(shape, dtype)| (Ghost::new(ledger, shape, if own(dtype) { dtype } else { T::DTYPE }), dtype));
     during(ledger);
-    ledger.work(Cost { started: 1.0, ..Cost::default() });
+    started(ledger);
     Some(made.map(|(made, dtype)| {
         if own(dtype) { made.into() } else { Ghost::new(ledger, made.shape().clone(), dtype).into() }
     }))

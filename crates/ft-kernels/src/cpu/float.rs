@@ -37,7 +37,9 @@ pub trait Float: Value + std::iter::Sum + std::ops::Neg<Output = Self> {
         Self::of(f64::from(x))
     }
     /// Negative infinity.
-    fn lowest() -> Self;
+    fn lowest() -> Self {
+        Self::of(f64::NEG_INFINITY)
+    }
     /// Looks up 4-bit codes in a table of 16 values, as far as a fast path exists;
     /// returns the number of values written.
     fn look_up(_packed: &[u8], _values: &[Self; 16], _out: &mut [Self]) -> usize {
@@ -116,9 +118,6 @@ impl Float for f32 {
     fn sqrt(self) -> Self {
         f32::sqrt(self)
     }
-    fn lowest() -> Self {
-        f32::NEG_INFINITY
-    }
     #[inline]
     fn look_up(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
         super::lookup::f32s(packed, values, out)
@@ -137,9 +136,6 @@ impl Float for f64 {
     #[inline]
     fn sqrt(self) -> Self {
         f64::sqrt(self)
-    }
-    fn lowest() -> Self {
-        f64::NEG_INFINITY
     }
 }
 

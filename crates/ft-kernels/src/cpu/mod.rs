@@ -22,5 +22,5 @@ pub(crate) use float::on_real;
 pub use float::{Float, Value, dot, max, sum};
 pub use half::{narrow, to_dtype, wide};
 pub use in_place::in_place;
-pub use parallel::{ROWS, by_chunks, each, each_with, map, map_with, on_threads, vectorised};
+pub use parallel::{ROWS, by_chunks, each, each_on, each_with, map, map_with, vectorised};
 pub use view::{Bytes, Halves, Slice, View, is_cpu, is_native, tensor, view};

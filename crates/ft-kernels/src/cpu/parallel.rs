@@ -34,7 +34,7 @@ pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
 /// Calls `work` on up to `threads` threads at once.
 ///
 /// A parallel iterator of rayon is compiled for each closure, to 2,000 lines of intermediate code; this one once.
-pub fn on_threads(threads: usize, work: &(dyn Fn() + Sync)) {
+fn on_threads(threads: usize, work: &(dyn Fn() + Sync)) {
     match threads {
         0 => {}
         1 => work(),
@@ -54,7 +54,17 @@ pub fn each_with<T, S>(
     start: impl Fn() -> S + Sync,
     f: impl Fn(&mut S, T) + Sync,
 ) {
-    let threads = rayon::current_num_threads().min(items.len());
+    each_on(rayon::current_num_threads(), items, start, f);
+}
+
+/// [`each_with`] on up to `threads` threads.
+pub fn each_on<T, S>(
+    threads: usize,
+    items: impl ExactSizeIterator<Item = T> + Send,
+    start: impl Fn() -> S + Sync,
+    f: impl Fn(&mut S, T) + Sync,
+) {
+    let threads = threads.min(items.len());
     let items = Mutex::new(items);
     let next = || items.lock().ok().and_then(|mut items| items.next());
     on_threads(threads, &|| {

@@ -160,13 +160,13 @@ fn library(name: &Path, flags: c_int) -> Result<*mut c_void, String> {
     if handle.is_null() { Err(reason()) } else { Ok(handle) }
 }
 
-/// The library `name` from the loader's folders, else from the folder `inside` of NVIDIA's wheels, with the libraries
+/// The library `name` from the loader's folders, else from the folder `inside` of NVIDIA's wheels, with the library
 /// `before` that it needs.
-fn find(name: &str, flags: c_int, inside: &str, before: &[&str]) -> Result<*mut c_void, String> {
+fn find(name: &str, flags: c_int, inside: &str, before: Option<&str>) -> Result<*mut c_void, String> {
     library(Path::new(name), flags).or_else(|why| {
         let from = |folder: std::path::PathBuf| {
-            let needed = before.iter().map(|b| library(&folder.join(b), libc::RTLD_GLOBAL));
-            needed.collect::<Result<Vec<_>, _>>().and_then(|_| library(&folder.join(name), flags)).ok()
+            let needed = before.map(|b| library(&folder.join(b), libc::RTLD_GLOBAL)).transpose();
+            needed.and_then(|_| library(&folder.join(name), flags)).ok()
         };
         wheels::folders(inside).into_iter().find_map(from).ok_or(why)
     })
@@ -179,6 +179,17 @@ fn address(handle: *mut c_void, function: &str) -> *mut c_void {
         Ok(symbol) => unsafe { libc::dlsym(handle, symbol.as_ptr()) },
         Err(_) => std::ptr::null_mut(),
     }
+}
+
+/// The addresses of the functions `names` of a library, in order.
+fn addresses<const N: usize>(
+    handle: *mut c_void,
+    library: &str,
+    names: [&str; N],
+) -> Result<[*mut c_void; N], String> {
+    let all = names.map(|name| address(handle, name));
+    let missing = names.iter().zip(all).find(|(_, at)| at.is_null());
+    missing.map_or(Ok(all), |(f, _)| Err(format!("{library} has no {f}")))
 }
 
 /// Resolves addresses, also under older names.
@@ -242,31 +253,37 @@ pub fn check_driver() -> Result<(), String> {
     }
 }
 
-/// Loads cuBLAS of the driver's version of CUDA, or of an older one, which newer drivers support. Repeated calls do
-/// nothing.
+/// A library of cuBLAS and its file name, with the library `before` that it needs: of the driver's version of CUDA, or
+/// of an older one, which newer drivers support.
+fn of_cublas(name: &str, flags: c_int, before: Option<&str>) -> Result<(*mut c_void, String), String> {
+    let mut first = None;
+    for version in (OLDEST / 1000..=major()).rev() {
+        let inside: String = if version == 12 { "cublas/lib".into() } else { format!("cu{version}/lib") };
+        let file = |name: &str| format!("lib{name}.so.{version}");
+        match find(&file(name), flags, &inside, before.map(file).as_deref()) {
+            Ok(handle) => return Ok((handle, file(name))),
+            Err(why) => first = first.or(Some(why)),
+        }
+    }
+    Err(first.unwrap_or_default())
+}
+
+/// Loads cuBLAS. Repeated calls do nothing.
 ///
 /// # Errors
 /// The library is missing; the message includes a hint.
 pub fn load_cublas() -> Result<(), String> {
     static DONE: Mutex<bool> = Mutex::new(false);
     once(&DONE, || {
-        let mut first = None;
-        for version in (OLDEST / 1000..=major()).rev() {
-            let inside = cublas_folder(version);
-            let [needed, name] = ["cublasLt", "cublas"].map(|n| format!("lib{n}.so.{version}"));
-            match find(&name, libc::RTLD_GLOBAL, &inside, &[&needed]) {
-                Ok(handle) => {
-                    fill(handle, CUBLAS, &[]);
-                    return Ok(());
-                }
-                Err(why) => first = first.or(Some(why)),
-            }
-        }
-        let package = match major() {
-            12 => "nvidia-cublas-cu12".to_string(),
-            version => format!("'nvidia-cublas=={version}.*'"),
-        };
-        Err(format!("no cuBLAS here: {}\n{}", first.unwrap_or_default(), install(&package)))
+        let (handle, _) = of_cublas("cublas", libc::RTLD_GLOBAL, Some("cublasLt")).map_err(|why| {
+            let package = match major() {
+                12 => "nvidia-cublas-cu12".to_string(),
+                version => format!("'nvidia-cublas=={version}.*'"),
+            };
+            format!("no cuBLAS here: {why}\n{}", install(&package))
+        })?;
+        fill(handle, CUBLAS, &[]);
+        Ok(())
     })
 }
 
@@ -277,24 +294,9 @@ pub fn load_cublas() -> Result<(), String> {
 /// The library or a function is missing; the message includes a hint.
 pub fn cublas_lt<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
     load_cublas()?;
-    let mut first = None;
-    for version in (OLDEST / 1000..=major()).rev() {
-        let name = format!("libcublasLt.so.{version}");
-        match find(&name, libc::RTLD_LOCAL, &cublas_folder(version), &[]) {
-            Ok(handle) => {
-                let all = names.map(|name| address(handle, name));
-                let missing = names.iter().zip(all).find(|(_, at)| at.is_null());
-                return missing.map_or(Ok(all), |(f, _)| Err(format!("{name} has no {f}")));
-            }
-            Err(why) => first = first.or(Some(why)),
-        }
-    }
-    Err(format!("no cuBLASLt here: {}\nhint: it comes with cuBLAS", first.unwrap_or_default()))
-}
-
-/// Folder of cuBLAS inside NVIDIA's wheels.
-fn cublas_folder(version: c_int) -> String {
-    if version == 12 { "cublas/lib".into() } else { format!("cu{version}/lib") }
+    let (handle, name) = of_cublas("cublasLt", libc::RTLD_LOCAL, None)
+        .map_err(|why| format!("no cuBLASLt here: {why}\nhint: it comes with cuBLAS"))?;
+    addresses(handle, &name, names)
 }
 
 /// Hints for a missing library of NVIDIA's wheels.
@@ -310,22 +312,12 @@ fn install(package: &str) -> String {
 /// # Errors
 /// The library is missing; the message includes a hint.
 pub fn nccl<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
-    let mut all = [std::ptr::null_mut(); N];
-    let mut load = || -> Result<(), String> {
-        let handle = find("libnccl.so.2", libc::RTLD_LOCAL, "nccl/lib", &[])?;
-        for (at, name) in all.iter_mut().zip(names) {
-            *at = address(handle, name);
-            if at.is_null() {
-                return Err(format!("libnccl.so.2 has no {name}"));
-            }
-        }
-        Ok(())
-    };
-    load().map_err(|e| {
+    let name = "libnccl.so.2";
+    let found = find(name, libc::RTLD_LOCAL, "nccl/lib", None);
+    found.and_then(|handle| addresses(handle, name, names)).map_err(|e| {
         let install = install(&format!("nvidia-nccl-cu{}", major()));
         format!("several CUDA devices work together by NCCL, and it is not here: {e}\n{install}")
-    })?;
-    Ok(all)
+    })
 }
 
 fn once(done: &Mutex<bool>, load: impl FnOnce() -> Result<(), String>) -> Result<(), String> {

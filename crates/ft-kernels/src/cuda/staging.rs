@@ -125,19 +125,17 @@ impl Pinned {
         if like.dtype() != self.tensor.dtype() || like.elem_count() > self.tensor.elem_count() {
             candle_core::bail!("staging: {:?} {:?} by way of {:?}", like.shape(), like.dtype(), self.tensor);
         }
-        let len = like.elem_count() * like.dtype().size_in_bytes();
         // SAFETY: the length was checked; callers have called `free`, so nothing else accesses the
         // memory.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.at, bytes_of(like)) })
     }
 
     /// All bytes, after waiting for pending copies.
     fn all(&mut self) -> Result<&mut [u8]> {
         self.free(0)?;
-        let len = self.tensor.elem_count() * self.tensor.dtype().size_in_bytes();
         // SAFETY: this is the tensor's whole memory; the last copy is complete, so nothing else accesses
         // it.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.at, bytes_of(&self.tensor)) })
     }
 }
 
@@ -241,14 +239,14 @@ struct Upload {
 }
 
 /// One value per device, made on first use under the map's lock. The lock is free before the value is used.
-struct Each<T>(Mutex<Option<HashMap<DeviceId, Arc<T>>>>);
+pub(crate) struct Each<T>(Mutex<Option<HashMap<DeviceId, Arc<T>>>>);
 
 impl<T> Each<T> {
-    const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self(Mutex::new(None))
     }
 
-    fn of(&self, device: DeviceId, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+    pub(crate) fn of(&self, device: DeviceId, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(match all.get_or_insert_default().entry(device) {
             Entry::Occupied(there) => Arc::clone(there.get()),

@@ -1,6 +1,7 @@
 //! Heads of the delta rule, and projections whose outputs are interleaved by key head.
 
 use crate::Tensor;
+use crate::tensor::all_of;
 use candle_core::Result;
 
 /// Heads and their channels.
@@ -76,11 +77,6 @@ pub fn join<const N: usize>(parts: [&Tensor; N], keys: usize) -> Result<Tensor> 
     let joined = Tensor::cat(&all_of(by_head)?, 2)?;
     let (t, keys, all) = joined.dims3()?;
     joined.reshape((t, keys * all))
-}
-
-fn all_of<const N: usize>(parts: [Result<Tensor>; N]) -> Result<[Tensor; N]> {
-    let parts: Vec<Tensor> = parts.into_iter().collect::<Result<_>>()?;
-    parts.try_into().map_err(|_| candle_core::Error::msg("a part that was not made"))
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@
 use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::FEW;
 use crate::Tensor;
-use crate::cpu;
-use crate::cpu::{Bytes, Float, ROWS, View, dot, ghost_products, onto, tensor, view};
+use crate::cpu::{self, Bytes, Float, ROWS, View, dot, ghost_products, onto, tensor, view};
 use crate::gemm::{self, Mat, pairs};
 use crate::tensor::Ghost;
 use candle_core::{DType, Result};
@@ -116,9 +115,7 @@ impl Slices<'_> {
             (at, out) = (at + n, rest);
         }
     }
-}
 
-impl Slices<'_> {
     /// Dequantizes a tile of a matrix with `cols` columns to bf16. The source dtype is bf16, so the
     /// conversion is exact.
     fn tile(&self, cols: usize, rows: Range<usize>, columns: Range<usize>, tile: &mut [bf16]) {
@@ -208,17 +205,8 @@ pub fn forward_cpu<T: Float>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> 
     }
     let mut out = vec![T::zero(); t * w.rows];
     let a = Mat::new(&xv, t, k, k);
-    gemm::by_tiles(
-        &mut out,
-        w.rows,
-        false,
-        a,
-        tile_width(k),
-        true,
-        &|columns: Range<usize>, tile: &mut [T]| {
-            s.dequantize(columns.start * k, tile);
-        },
-    );
+    let make = |columns: Range<usize>, tile: &mut [T]| s.dequantize(columns.start * k, tile);
+    gemm::by_tiles(&mut out, w.rows, false, a, tile_width(k), true, &make);
     tensor(out, (t, w.rows), x.dtype())
 }
 
@@ -244,21 +232,12 @@ pub fn backward_cpu<T: Float>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tenso
     let host = Host::of(w)?;
     let s = host.slices();
     let a = Mat::new(&dyv, t, k, k);
-    let product = |dst: &mut [T], add| {
-        gemm::by_tiles(
-            dst,
-            w.cols,
-            add,
-            a,
-            tile_width(k),
-            false,
-            &|columns: Range<usize>, tile: &mut [T]| {
-                for (r, row) in tile.chunks_mut(columns.len()).enumerate() {
-                    s.dequantize(r * w.cols + columns.start, row);
-                }
-            },
-        );
+    let make = |columns: Range<usize>, tile: &mut [T]| {
+        for (r, row) in tile.chunks_mut(columns.len()).enumerate() {
+            s.dequantize(r * w.cols + columns.start, row);
+        }
     };
+    let product = |dst: &mut [T], add| gemm::by_tiles(dst, w.cols, add, a, tile_width(k), false, &make);
     onto("4-bit backward", dy, dx, (t, w.cols), product, tiles)
 }
 

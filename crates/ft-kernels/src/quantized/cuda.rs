@@ -130,11 +130,6 @@ fn tiles(
     Ok((ranges, empty(&w.packed, widest * size, w.compute)?))
 }
 
-/// The matrix if its rows are contiguous, else a copy.
-fn by_rows(x: &Tensor) -> Result<Tensor> {
-    if row_stride(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
-}
-
 /// See [`QuantizedMatrix::forward_with`].
 pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Tensor> {
     let ((t, k), rank) = (x.dims2()?, b.map_or(Ok(0), |b| b.dim(1))?);
@@ -142,7 +137,7 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
         let of = b.map(Tensor::shape);
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T with {of:?}", x.shape(), w.rows, w.cols);
     }
-    let x = by_rows(x)?;
+    let x = x.contiguous_rows()?;
     // the kernel, or the tiles together, write every value
     let y = empty(&x, (t, w.rows), x.dtype())?;
     if t == 0 || (t <= FEW && rank == 0 && few_tokens(w, &x, &y)?) {
@@ -195,7 +190,7 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
         let of = a.map(Tensor::shape);
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}] with {of:?}", dy.shape(), w.rows, w.cols);
     }
-    let dy = by_rows(dy)?;
+    let dy = dy.contiguous_rows()?;
     let own = |dx: &Tensor| dx.dtype() == w.compute && row_stride(dx.layout()).is_some();
     let (out, add, more) = match dx {
         Some(dx) if own(&dx) => (dx, true, None),

@@ -8,15 +8,9 @@ use crate::check::{distance, randn, values};
 use crate::cuda::host_tests::{Argument, Served, Watched};
 use crate::{Tensor, gemm, padded};
 use candle_core::{DType, Device, Result};
-use half::{bf16, f16};
 
 /// The two kinds of checks on memory accesses.
 const HOW: [Watched; 2] = [Watched::Bounds, Watched::Accesses];
-
-fn floats(t: &Tensor) -> Vec<u8> {
-    let v: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("floats");
-    v.iter().flat_map(|x| x.to_le_bytes()).collect()
-}
 
 /// Launches a kernel with the matrix's arguments, then `rest`.
 fn launch(
@@ -27,14 +21,14 @@ fn launch(
     skew: usize,
     rest: Vec<Argument<'_>>,
 ) -> Vec<u8> {
+    let bytes = |t: &Tensor| bytes(t).expect("values");
     let (scales, nested, group, offset) = match &m.w.scales {
-        Scales::Plain(s) => (floats(s), None, 1, 0f32),
+        Scales::Plain(s) => (bytes(s), None, 1, 0f32),
         Scales::Nested { codes, map, absmax, group, offset } => {
-            let codes = codes.to_vec1::<u8>().expect("bytes");
-            (floats(absmax), Some((codes, floats(map))), *group, *offset)
+            (bytes(absmax), Some((bytes(codes), bytes(map))), *group, *offset)
         }
     };
-    let pairs = floats(&m.w.book.pairs);
+    let pairs = bytes(&m.w.book.pairs);
     let mut all = vec![Argument::In(&m.packed, skew), Argument::In(&pairs, 0), Argument::In(&scales, 0)];
     match &nested {
         Some((codes, map)) => all.extend([Argument::In(codes, 0), Argument::In(map, 0)]),
@@ -84,12 +78,9 @@ fn dequantize(
 
 /// A tensor's values as raw bytes.
 fn bytes(t: &Tensor) -> Result<Vec<u8>> {
-    let t = t.flatten_all()?;
-    Ok(match t.dtype() {
-        DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::BF16 => t.to_vec1::<bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        _ => t.to_vec1::<f16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    })
+    let mut out = Vec::new();
+    crate::bytes::put(&t.contiguous()?, 0..t.elem_count(), &mut out)?;
+    Ok(out)
 }
 
 fn tensor(bytes: &[u8], shape: (usize, usize), dtype: DType) -> Result<Tensor> {

@@ -10,9 +10,14 @@ use crate::cpu::{is_native, on_real};
 use crate::gemm;
 use crate::ledger::{Cost, Role};
 use crate::padded::{self, Padded};
-use crate::tensor::Ghost;
+use crate::tensor::{Ghost, started};
 use candle_core::{DType, Result};
 use std::ops::Range;
+
+/// The ghost, in a plan for CUDA.
+fn on_cuda(t: &Tensor) -> Option<&Ghost> {
+    t.ghost().filter(|g| g.ledger().machine().cuda)
+}
 
 impl QuantizedMatrix {
     /// Records the FLOPs and traffic of a product with `x` (ghosts only); `dequantized` tells whether the
@@ -26,21 +31,16 @@ impl QuantizedMatrix {
         g.ledger().work(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
-    /// On CUDA, records a tiled product [t, from] -> [t, to]: the tile buffer (`size` is the matrix's
-    /// number of values) and, without `sum`, the result.
-    fn ghost_cuda(&self, x: &Tensor, to: usize, size: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
-        let Some(g) = x.ghost().filter(|g| g.ledger().machine().cuda) else { return Ok(None) };
-        let tile = (size * self.compute.size_in_bytes()).min(tiles::bytes(x.dim(0)?, None));
-        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        let _tile = g.ledger().role(Role::InFlight, || g.ledger().hold(tile as u64));
-        Ok(Some(match sum {
-            Some(sum) => sum,
-            None => Ghost::new(g.ledger(), (x.dim(0)?, to), x.dtype()).into(),
-        }))
+    /// Records a tiled product [t, from] -> [t, to] on CUDA: the tile buffer (`size` is the matrix's number of
+    /// values) and, without `sum`, the result.
+    fn ghost_cuda(&self, x: &Ghost, to: usize, size: usize, sum: Option<Tensor>) -> Result<Tensor> {
+        let (t, l) = (x.layout.dim(0)?, x.ledger());
+        let tile = (size * self.compute.size_in_bytes()).min(tiles::bytes(t, None));
+        started(l);
+        let _tile = l.role(Role::InFlight, || l.hold(tile as u64));
+        Ok(sum.unwrap_or_else(|| Ghost::new(l, (t, to), x.dtype).into()))
     }
-}
 
-impl QuantizedMatrix {
     /// Whether a single product can sum over this matrix and an adapter, given the dtype of `x`.
     pub fn merges(&self, x: &Tensor) -> bool {
         if let Some(g) = x.ghost() {
@@ -58,8 +58,8 @@ impl QuantizedMatrix {
         if is_native(x) {
             return on_real!(x.dtype(), forward_cpu(self, x));
         }
-        if let Some(y) = self.ghost_cuda(x, self.rows, self.rows * self.cols, None)? {
-            return Ok(y);
+        if let Some(x) = on_cuda(x) {
+            return self.ghost_cuda(x, self.rows, self.rows * self.cols, None);
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, x) {
@@ -74,8 +74,8 @@ impl QuantizedMatrix {
         self.work(xu, true);
         gemm::work(&xu.narrow(1, self.cols, b.dim(1)?)?, false, b, None)?;
         let size = self.rows * padded::stride(self.cols, b.dim(1)?);
-        if let Some(y) = self.ghost_cuda(xu, self.rows, size, None)? {
-            return Ok(y);
+        if let Some(xu) = on_cuda(xu) {
+            return self.ghost_cuda(xu, self.rows, size, None);
         }
         #[cfg(feature = "cuda")]
         return cuda::forward(self, xu, Some(b));
@@ -89,9 +89,8 @@ impl QuantizedMatrix {
         self.work(dydu, true);
         gemm::work(&dydu.narrow(1, self.rows, a.dim(0)?)?, false, a, None)?;
         let size = (self.rows + a.dim(0)?) * self.cols;
-        if dydu.ghost().is_some_and(|g| g.ledger().machine().cuda) {
-            let y = self.ghost_cuda(dydu, self.cols, size, dx)?;
-            return y.ok_or_else(|| candle_core::Error::msg("no ghost"));
+        if let Some(dydu) = on_cuda(dydu) {
+            return self.ghost_cuda(dydu, self.cols, size, dx);
         }
         #[cfg(feature = "cuda")]
         return cuda::backward(self, dydu, Some(a), dx);
@@ -105,9 +104,8 @@ impl QuantizedMatrix {
         if is_native(dy) {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
         }
-        if dy.ghost().is_some_and(|g| g.ledger().machine().cuda) {
-            let y = self.ghost_cuda(dy, self.cols, self.rows * self.cols, dx)?;
-            return y.ok_or_else(|| candle_core::Error::msg("no ghost"));
+        if let Some(dy) = on_cuda(dy) {
+            return self.ghost_cuda(dy, self.cols, self.rows * self.cols, dx);
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, dy) {
@@ -149,7 +147,7 @@ impl QuantizedMatrix {
         if is_native(&self.packed) {
             return on_real!(self.compute, dequantize_cpu(self, rows));
         }
-        if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {
+        if let Some(g) = on_cuda(&self.packed) {
             return Ok(Ghost::new(g.ledger(), (rows.len(), self.cols), self.compute).into());
         }
         #[cfg(feature = "cuda")]
@@ -163,7 +161,7 @@ impl QuantizedMatrix {
     /// both.
     pub fn dequantize_padded(&self, rank: usize) -> Result<Padded> {
         let (shape, dims) = (Padded::shape((self.rows, self.cols), rank), (self.rows, self.cols));
-        if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {
+        if let Some(g) = on_cuda(&self.packed) {
             return Padded::within(Ghost::new(g.ledger(), shape, self.compute).into(), dims);
         }
         #[cfg(feature = "cuda")]

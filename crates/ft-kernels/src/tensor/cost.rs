@@ -19,6 +19,18 @@ pub fn ghosts<const N: usize>(
     Some(out)
 }
 
+/// Like [`ghosts`], with a last result if `more` is given.
+pub fn ghosts_and<const N: usize>(
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    more: Option<(Shape, DType)>,
+) -> Option<([Tensor; N], Option<Tensor>)> {
+    let mut last: Option<Tensor> = None;
+    let out = ghost_products(reads, out, |l| last = more.map(|(s, d)| Ghost::new(l, s, d).into()))?;
+    moves(reads.iter().copied().chain(&out).chain(&last));
+    Some((out, last))
+}
+
 /// Records memory traffic for all ghosts in `all`.
 pub fn moves<'a>(all: impl IntoIterator<Item = &'a Tensor>) {
     all.into_iter().filter_map(Tensor::ghost).for_each(Ghost::is_moved);
@@ -34,7 +46,7 @@ pub fn ghost_products<const N: usize>(
     let _copies = hold_copies(ledger, reads);
     let out = out.map(|(shape, dtype)| Ghost::new(ledger, shape, dtype).into());
     during(ledger);
-    ledger.work(Cost { started: 1.0, ..Cost::default() });
+    started(ledger);
     Some(out)
 }
 

@@ -147,7 +147,7 @@ impl Cost {
 }
 
 /// A region executed once and counted `n` times: see [`Ledger::times`].
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Scope {
     /// Index of the first entry made in the scope.
     first: usize,
@@ -375,17 +375,7 @@ impl Ledger {
             let mut s = self.state();
             s.scale *= n;
             let first = s.entries.len();
-            let at_once = at_once.min(n);
-            s.scopes.push(Scope {
-                first,
-                n,
-                new: 0,
-                common: 0,
-                dropped: 0,
-                at_once,
-                most: 0.0,
-                most_first: 0.0,
-            });
+            s.scopes.push(Scope { first, n, at_once: at_once.min(n), ..Scope::default() });
             s.sum
         };
         let out = f();

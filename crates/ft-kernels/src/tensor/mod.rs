@@ -14,7 +14,7 @@ mod make;
 pub mod resizable;
 mod types;
 
-pub use cost::{ghost_products, ghosts, hold_copies, moves, started};
+pub use cost::{ghost_products, ghosts, ghosts_and, hold_copies, moves, started};
 pub use ghost::Ghost;
 pub use layout::row_stride;
-pub use types::{On, Real, Tensor};
+pub use types::{On, Real, Tensor, all_of};

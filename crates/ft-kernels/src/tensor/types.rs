@@ -53,6 +53,12 @@ impl On<'_> {
     }
 }
 
+/// The values of all results, or the first error.
+pub fn all_of<T, const N: usize>(results: [Result<T>; N]) -> Result<[T; N]> {
+    let all: Vec<T> = results.into_iter().collect::<Result<_>>()?;
+    all.try_into().map_err(|_| candle_core::Error::msg("a part that was not made"))
+}
+
 impl From<Real> for Tensor {
     fn from(t: Real) -> Self {
         Tensor::Real(t)

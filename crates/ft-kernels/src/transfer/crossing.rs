@@ -95,17 +95,12 @@ impl Drop for PendingTransfer {
     }
 }
 
-/// Starts a copy of a vector from the host to a device. The source must not change until the copy has
+/// Starts a copy between two vectors, at least one of them on the host. The source must not change until the copy has
 /// completed.
 ///
 /// # Errors
 /// Errors of the driver; vectors of different dtypes.
 pub fn send(from: &Real, to: &Real) -> Result<PendingTransfer> {
-    cross(from, to)
-}
-
-/// Starts a copy between two vectors, at least one of them on the host.
-fn cross(from: &Real, to: &Real) -> Result<PendingTransfer> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = crate::cuda::staging::copy(from, to)? {
         return Ok(PendingTransfer { transfer: Some(Transfer::Copy(copy)) });
@@ -170,7 +165,7 @@ impl Offloaded {
     pub fn offload(x: Tensor, pin: bool) -> Result<Self> {
         let flat = x.real()?.contiguous()?.flatten_all()?;
         let there = Room::take(&flat, pin)?;
-        let copy = cross(&flat, there.vector())?;
+        let copy = send(&flat, &there.vector)?;
         Ok(Self { copy, shape: x.shape().clone(), here: Some(flat.into()), there: Some(there) })
     }
 
@@ -180,7 +175,7 @@ impl Offloaded {
     /// Errors of the driver.
     pub fn release(&mut self) -> Result<()> {
         if self.there.is_some() {
-            std::mem::replace(&mut self.copy, PendingTransfer::over()).wait()?;
+            std::mem::take(&mut self.copy).wait()?;
             self.here = None;
         }
         Ok(())
@@ -192,9 +187,9 @@ impl Offloaded {
     /// Errors of the driver; out of memory.
     pub fn prefetch(&mut self, device: &Device) -> Result<()> {
         if let (None, Some(there)) = (&self.here, &self.there) {
-            let from = there.vector();
+            let from = &there.vector;
             let to = Real::zeros(from.elem_count(), from.dtype(), device)?;
-            self.copy = cross(from, &to)?;
+            self.copy = send(from, &to)?;
             self.here = Some(to.into());
         }
         Ok(())
@@ -206,7 +201,7 @@ impl Offloaded {
     /// See [`Offloaded::prefetch`].
     pub fn take(mut self, device: &Device) -> Result<Tensor> {
         self.prefetch(device)?;
-        std::mem::replace(&mut self.copy, PendingTransfer::over()).wait()?;
+        std::mem::take(&mut self.copy).wait()?;
         match self.here.take() {
             Some(x) => x.reshape(self.shape),
             None => candle_core::bail!("a tensor that waits nowhere"),
@@ -235,10 +230,6 @@ impl Room {
             #[cfg(feature = "cuda")]
             _lent: None,
         })
-    }
-
-    fn vector(&self) -> &Real {
-        &self.vector
     }
 }
 

@@ -28,11 +28,15 @@ pub struct Capacity<'a> {
 }
 
 impl Capacity<'_> {
+    /// A machine of which nothing is known.
+    pub const UNKNOWN: Capacity<'static> =
+        Capacity { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
+
     /// Capacity on this machine. For CUDA on a machine without it everything is unknown: the plan is for
     /// another machine.
     pub fn of(machine: Machine) -> Capacity<'static> {
         if machine.cuda && ft_kernels::cuda::cuda_memory().is_none() {
-            return Capacity { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
+            return Self::UNKNOWN;
         }
         Capacity {
             host: memory::reach_bytes(),

@@ -7,14 +7,13 @@ use super::budget::local;
 use super::capacity::Capacity;
 use super::files::{Disk, FileGroup};
 use super::parts::{NamedBytes, sum};
-use crate::memory::{nf4, optimizer_bytes, rounded};
+use crate::memory::{nf4, optimizer_bytes, rounded, with_weights};
 use crate::units::bytes;
 use crate::workload::{Workload, reference_bytes};
 use ft_base::memory;
 use ft_base::store;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
-use ft_engine::model::modules::Group;
 use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_hub::Settings;
 use ft_kernels::Machine;
@@ -127,16 +126,10 @@ impl HostPlan {
         if r.model.weights == Weights::Random {
             return;
         }
-        let of = |n: u64, four_bit: bool| match four_bit {
-            true => {
-                let (codes, scales) = nf4(n);
-                codes + scales
-            }
-            false => config.stored_width() * n,
-        };
+        let of = |n: u64, four_bit: bool| if four_bit { nf4(n) } else { config.stored_width() * n };
         let all = |four_bit: bool| -> u64 {
             let mut bytes = 0;
-            for (m, _) in s.modules.iter().filter(|(m, _)| !(s.tied && m.group == Group::Head)) {
+            for (m, _) in with_weights(s) {
                 let n = m.weight_values() as u64;
                 bytes += match m.is_mxfp4() {
                     true => n / 2 + n / MXFP4_BLOCK as u64,

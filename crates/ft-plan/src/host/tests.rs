@@ -14,6 +14,15 @@ const BASE: &str = "[model]\nsource = \"Qwen/Qwen3-0.6B\"\n[[train]]\nmodules = 
 const FULL: &str = "train.0.method=full";
 const GIB: u64 = 1 << 30;
 
+/// A recipe as `ft plan` reads it.
+fn recipe(set: &[&str]) -> anyhow::Result<Recipe> {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("r.toml");
+    std::fs::write(&path, BASE)?;
+    let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+    Ok(Recipe::load_for_plan(&path, &set)?)
+}
+
 /// Two disks with `free` bytes each: one for the run folder, one for all other files.
 fn plan(set: &[&str], host: u64, free: [u64; 2], replaced: u64) -> anyhow::Result<Plan> {
     let mut all = vec!["run.output=/runs/x".to_string(), "run.device=cpu".into()];
@@ -107,7 +116,7 @@ fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()
         true => Some(Volume { id: 1, free: GIB }),
         false => Some(Volume { id: 0, free: GIB << 10 }),
     };
-    let room = Capacity { host: None, shared: None, volume: &volume, replaced: &|_| 0 };
+    let room = Capacity { volume: &volume, ..Capacity::UNKNOWN };
     let mut p = crate::of_recipe_in(&recipe, false, &room)?.0;
     let tokens = FileGroup { name: "tokens", bytes: 3 * GIB, dir: "/cache".into(), change: TOKENS };
     p.space.files.push(tokens);
@@ -129,12 +138,12 @@ fn files_on_one_disk_are_summed() -> anyhow::Result<()> {
     let recipe = Recipe::parse(BASE, "r.toml", &["run.output=/runs/x".into(), "memory.budget=1TiB".into()])?;
     let with = |free: u64| -> anyhow::Result<Plan> {
         let volume = |_: &Path| Some(Volume { id: 7, free });
-        let room = Capacity { host: None, shared: None, volume: &volume, replaced: &|_| 0 };
+        let room = Capacity { volume: &volume, ..Capacity::UNKNOWN };
         Ok(crate::of_recipe_in(&recipe, false, &room)?.0)
     };
     let all = sum(&with(1 << 50)?.space.files.iter().map(|f| (f.name, f.bytes)).collect::<NamedBytes>());
     assert!(with(all)?.fits() && !with(all - 1)?.fits());
-    let json = with(all)?.json(1, None);
+    let json = with(all)?.json(None);
     assert_eq!((&json["disk"]["total"], &json["disk"]["available"]), (&json!(all), &json!(all)));
     assert_eq!(json["host"]["available"], Value::Null);
     Ok(())
@@ -167,13 +176,8 @@ fn shared_memory_is_for_ranks_that_are_processes() -> anyhow::Result<()> {
         (&["parallel.data=2", "parallel.comm=mpi"], MPI),
         (&["parallel.data=2", "parallel.comm=nccl"], NCCL),
     ] {
-        let mut recipe = vec!["memory.budget=1TiB".to_string()];
-        recipe.extend(set.iter().map(|s| s.to_string()));
-        let dir = tempfile::tempdir()?;
-        let path = dir.path().join("r.toml");
-        std::fs::write(&path, BASE)?;
-        let r = Recipe::load_for_plan(&path, &recipe)?;
-        let room = Capacity { host: None, shared: Some(16 << 20), volume: &|_| None, replaced: &|_| 0 };
+        let r = recipe(&[&["memory.budget=1TiB"], set].concat())?;
+        let room = Capacity { shared: Some(16 << 20), ..Capacity::UNKNOWN };
         let p = crate::of_recipe_in(&r, false, &room)?.0;
         assert_eq!(sum(&p.space.shared), bytes, "{set:?}");
         assert_eq!(p.fits(), bytes < 16 << 20);
@@ -194,13 +198,10 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
         "memory.budget=80GiB",
         "memory.offload=['optimizer', 'params', 'activations']",
     ];
-    let dir = tempfile::tempdir()?;
-    let path = dir.path().join("r.toml");
-    std::fs::write(&path, BASE)?;
-    let recipe = Recipe::load_for_plan(&path, &set.map(String::from))?;
+    let recipe = recipe(&set)?;
     let with = |host: u64| -> anyhow::Result<Plan> {
         // eight ranks in one process
-        let room = Capacity { host: Some(host), shared: None, volume: &|_| None, replaced: &|_| 0 };
+        let room = Capacity { host: Some(host), ..Capacity::UNKNOWN };
         Ok(crate::of_recipe_in(&recipe, true, &room)?.0)
     };
     let short = with(503_000_000_000)?;

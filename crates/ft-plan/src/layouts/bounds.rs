@@ -2,9 +2,9 @@
 
 use super::layout::Layout;
 use super::predict::Rates;
+use crate::memory::with_weights;
 use crate::time::actions::{Kind, Transfer};
 use ft_engine::adapters::{Choice, Selection};
-use ft_engine::model::modules::Group;
 use ft_engine::params::build::ghost::is_quantized;
 use ft_engine::ranks::{Axis, Mesh};
 use ft_kernels::Machine;
@@ -33,8 +33,7 @@ pub(super) struct Bounds {
 impl Sums {
     pub fn of(recipe: &Recipe, selection: &Selection, m: Machine) -> Self {
         let mut sums = Self::default();
-        let own = |group: Group| !(selection.tied && group == Group::Head);
-        for (module, choice) in selection.modules.iter().filter(|(module, _)| own(module.group)) {
+        for (module, choice) in with_weights(selection) {
             if !matches!(choice, Choice::Full { .. }) {
                 let four_bit = is_quantized(module, choice, recipe.model.quantize);
                 let width = if four_bit { 0.5 } else { m.width.min(m.stored) as f64 };
@@ -69,15 +68,10 @@ impl Model {
         let kinds = [(Axis::Stage, tensor, stage), (Axis::ExpertReplica, expert, stage / expert)];
         let at = |from: u8, copies: usize| if zero >= from { copies as f64 } else { 1.0 };
         let plain = r.optimizer.name == OptimizerName::Adamw && r.optimizer.master == Master::Auto;
-        let states = match plain {
-            true => {
-                if self.width < 4.0 {
-                    12.0
-                } else {
-                    8.0
-                }
-            }
-            false => 0.0,
+        let states = match (plain, self.width < 4.0) {
+            (true, true) => 12.0,
+            (true, false) => 8.0,
+            (false, _) => 0.0,
         };
         let gradients = if r.optimizer.in_backward { 0.0 } else { 4.0 };
         let rows = r.run.batch_rows as f64 / data as f64;

@@ -112,6 +112,17 @@ impl<'p> Point<'p> {
         after
     }
 
+    /// Bytes beside those of visits and saved activations.
+    fn beside(&self, live_as: Component) -> [(Component, u64); 5] {
+        [
+            (Workspace, self.extra),
+            (live_as, self.live),
+            (Component::InFlight, self.flight),
+            (Component::Cache, self.cache),
+            (Component::Activations, self.crossing + self.shared_state),
+        ]
+    }
+
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
         let weights = self.live + self.flight + self.cache;
@@ -158,6 +169,9 @@ impl<'a> Simulation<'a> {
             bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
         };
+        let pass = |t: Tokens, context: Option<&Segments>, whole: Option<Tokens>| -> Result<(Usage, Usage)> {
+            Ok((batch(t, context, whole), embedding(t, false)?))
+        };
         let mut input = Bytes::default();
         input.add(Component::Activations, run.train.tokens * s.d as u64 * s.dtype.size_in_bytes() as u64);
         Ok(Self {
@@ -171,14 +185,8 @@ impl<'a> Simulation<'a> {
             kinds,
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
-            eval: run
-                .eval
-                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref(), run.whole(1)), e)))
-                .transpose()?,
-            answer: run
-                .answers
-                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None, None), e)))
-                .transpose()?,
+            eval: run.eval.map(|t| pass(t, run.context[1].as_ref(), run.whole(1))).transpose()?,
+            answer: run.answers.map(|a| pass(a.part, None, None)).transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             order: s.outline().training(s.lowest),
             optimizer: run
@@ -281,20 +289,22 @@ impl<'a> Simulation<'a> {
         if self.run.shape.units.has_head() {
             let left = at.next(flights);
             f(at.visit(count + 1, &self.heads[settings.head].0));
-            at.live = self.live(count + 1);
+            at.live = states.live_at(count + 1);
             f(self.summing(at, count + 1, left));
         }
         if self.run.shape.embedding.trains() {
             at.shared_state += self.run.input_bytes(self.run.train);
         }
-        let mut given = self.given(self.run.shape.units.own_layers().end);
+        // gradients of keys and values of lower layers
+        let given_above = |l: usize| self.lent_below(l, self.run.train);
+        let mut given = given_above(self.run.shape.units.own_layers().end);
         at.shared_state += given;
         for (l, kind) in self.run.shape.own().rev() {
             let Some(way) = self.way(l, settings) else { break };
             at.kept = l;
             at.kept_total -= self.kept(l, settings).map_or(0, |k| k.total);
             let (usage, _) = way.backward(settings.dequantize);
-            at.live = self.live(l + 1) + states.on_its_way(l + 1);
+            at.live = states.live_at(l + 1) + states.on_its_way(l + 1);
             let left = at.next(flights);
             at.crossing = self.crosses(l, settings);
             // `usage` already includes the layer's own gradients
@@ -303,12 +313,12 @@ impl<'a> Simulation<'a> {
             f(self.summing(at, l + 1, left));
             at.crossing = 0;
             at.shared_state -= given;
-            given = self.given(l);
+            given = given_above(l);
             at.shared_state += given;
         }
         if let Some(usage) = &self.embedding_backward {
             let ends = if self.run.keeps_ends() { 0 } else { states.ends };
-            at.live = self.live(0) + states.on_its_way(0) + ends;
+            at.live = states.live_at(0) + states.on_its_way(0) + ends;
             let left = at.next(flights);
             f(at.visit(0, usage));
             f(self.summing(at, 0, left));
@@ -370,14 +380,15 @@ impl<'a> Simulation<'a> {
 
     /// Bytes received from the layers below this stage: inputs, keys and values.
     fn shared_state(&self, t: Tokens) -> u64 {
-        let first = self.run.shape.units.own_layers().start;
-        self.run.input_bytes(t) + self.lenders(first).into_iter().map(|p| self.lent(p, t)).sum::<u64>()
+        self.run.input_bytes(t) + self.lent_below(self.run.shape.units.own_layers().start, t)
     }
 
-    /// Layers below `l` whose keys layers from `l` on use.
-    fn lenders(&self, l: usize) -> BTreeSet<usize> {
+    /// Bytes of the keys and values of layers below `l` that layers from `l` on use.
+    fn lent_below(&self, l: usize, t: Tokens) -> u64 {
         let of = |l: usize| attention_of(&self.run.shape.kinds[self.run.shape.of[l]])?.producer;
-        (l..self.run.shape.of.len()).filter_map(of).filter(|p| *p < l).collect()
+        let lenders: BTreeSet<usize> =
+            (l..self.run.shape.of.len()).filter_map(of).filter(|p| *p < l).collect();
+        lenders.into_iter().map(|p| self.lent(p, t)).sum()
     }
 
     /// Bytes of the keys and values that layer `l` hands on: of all tokens of a tensor group, of the rank's heads.
@@ -385,16 +396,6 @@ impl<'a> Simulation<'a> {
         let t = self.run.whole(usize::from(t != self.run.train)).unwrap_or(t);
         let a = attention_of(&self.run.shape.kinds[self.run.shape.of[l]]);
         a.filter(|a| a.lends).map_or(0, |a| self.run.key_bytes(a, t))
-    }
-
-    /// Bytes of the gradients that layers from `l` on have given for keys and values of layers below it.
-    fn given(&self, l: usize) -> u64 {
-        self.lenders(l).into_iter().map(|p| self.lent(p, self.run.train)).sum()
-    }
-
-    /// Live gradient bytes of one micro-batch during a unit's backward visit.
-    fn live(&self, unit: usize) -> u64 {
-        self.run.states.live_at(unit)
     }
 
     /// The reduction of a unit's gradients, with the weights gathered for the next visit.
@@ -442,11 +443,8 @@ impl<'a> Simulation<'a> {
             at = (point.phase, point.unit);
             point.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
             (0..point.kept).filter_map(|l| self.kept(l, settings)).for_each(|k| bytes.add_all(&k.bytes));
-            bytes.add(Component::Activations, point.waiting + point.crossing + point.shared_state);
-            bytes.add(Workspace, point.extra);
-            bytes.add(self.run.states.live_as, point.live);
-            bytes.add(Component::InFlight, point.flight);
-            bytes.add(Component::Cache, point.cache);
+            bytes.add(Component::Activations, point.waiting);
+            point.beside(self.run.states.live_as).into_iter().for_each(|(c, b)| bytes.add(c, b));
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(settings, engine));
@@ -536,14 +534,7 @@ impl Simulation<'_> {
             for (c, b) in batch.into_iter().chain(visit).flat_map(|f| &f.listed) {
                 list(point.phase, point.unit, *c, *b);
             }
-            let beside = [
-                (Workspace, point.extra),
-                (self.run.states.live_as, point.live),
-                (Component::InFlight, point.flight),
-                (Component::Cache, point.cache),
-                (Component::Activations, point.crossing + point.shared_state),
-            ];
-            for (component, bytes) in beside {
+            for (component, bytes) in point.beside(self.run.states.live_as) {
                 if bytes > 0 {
                     list(point.phase, point.unit, component, bytes);
                 }

@@ -5,9 +5,8 @@
 //! gradients, then weights. A frozen parameter takes 2 bytes, or 4.127 bits in NF4 with double
 //! quantization (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
-use super::states::optimizer_bytes;
-use ft_engine::adapters::TrainedPart;
-use ft_engine::adapters::{Choice, Selection};
+use super::states::{optimizer_bytes, with_weights};
+use ft_engine::adapters::{Choice, Selection, TrainedPart};
 use ft_engine::model::modules::{Group, Kind};
 use ft_engine::params::build::ghost::is_quantized;
 use ft_recipe::{Method, Optimizer, Parallel, Quantize};
@@ -42,11 +41,8 @@ impl Theory {
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);
         let full = |c: &Choice| matches!(c, Choice::Full { .. });
         let (mut plain, mut bits) = (0u64, 0f64);
-        for (m, c) in &s.modules {
-            let tied_twice = s.tied && m.group == Group::Head;
-            let trains =
-                full(c) || (s.tied && m.group == Group::Embedding && head.as_ref().is_some_and(full));
-            if tied_twice || trains {
+        for (m, c) in with_weights(s) {
+            if full(c) || (s.tied && m.group == Group::Embedding && head.as_ref().is_some_and(full)) {
                 continue;
             }
             let bias = match m.kind {

@@ -230,7 +230,7 @@ impl StepInputs<'_> {
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.
-    pub(super) fn hidden_states(&self, t: Tokens) -> Tensor {
+    fn hidden_states(&self, t: Tokens) -> Tensor {
         let s = self.shape;
         Ghost::new(&s.ledger, (t.tokens as usize, s.d), s.dtype).into()
     }
@@ -247,12 +247,7 @@ impl StepInputs<'_> {
 
     /// Bytes that a micro-batch hands from the embedding to all layers from the lowest here on.
     pub(super) fn input_bytes(&self, t: Tokens) -> u64 {
-        self.inputs_from(self.shape.units.own_layers().start, t)
-    }
-
-    /// Bytes of the inputs of the layers from `first` on.
-    pub(super) fn inputs_from(&self, first: usize, t: Tokens) -> u64 {
-        let layers = self.shape.of.len();
+        let (layers, first) = (self.shape.of.len(), self.shape.units.own_layers().start);
         let width = self.layer_inputs() / layers.max(1) * (layers - first.min(layers));
         t.tokens * (width * self.shape.dtype.size_in_bytes()) as u64
     }

@@ -4,7 +4,7 @@ use super::plan::{Pipelined, Plan};
 use crate::error::Error;
 use crate::host::HostPlan;
 use crate::inference::Server;
-use crate::memory::{Allocation, Settings, Theory, rounded};
+use crate::memory::{Allocation, Theory, rounded};
 use crate::resolve::products;
 use crate::search::{Inputs, Prepared, SearchResult, choose};
 use crate::time::actions::{Actions, StageActions};
@@ -93,6 +93,7 @@ impl Plan {
         let keys = micro_batches * prepared.keys(&d.workload, &d.execution)?;
         Ok(Self {
             ranks: p.ranks(),
+            data_ranks: p.data as u64,
             local: p.in_process(),
             wire: prepared.wire(micro_batches) + keys,
             exchanged: keys,
@@ -105,7 +106,7 @@ impl Plan {
             fp8: i.machine.fp8.then(|| products(i.recipe, i.selection, i.machine)),
             mixture: i.config.moe.is_some(),
             layers: i.config.layers,
-            walked: prepared.walked(),
+            walked: prepared.shape.walked(),
             execution: d.execution,
             reasons: d.reasons,
             peak: d.peak,
@@ -144,8 +145,8 @@ fn stages<'a>(i: &'a Inputs<'a>) -> ft_base::Result<(Vec<Prepared<'a>>, Vec<usiz
 /// As [`Plan::new`].
 pub fn allocations(i: &Inputs<'_>, c: &Execution) -> ft_base::Result<Vec<Allocation>> {
     let prepared = Prepared::new(i, 0)?;
-    let levels = Settings { recompute: c.recompute, inputs: c.inputs, dequantize: c.dequantize, head: 0 };
-    Ok(prepared.simulate(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
+    let (run, settings) = prepared.chosen(&prepared.workload(c.micro_rows), c)?;
+    Ok(run.listed(settings))
 }
 
 /// Why fully trained weights have no f32 master weights; `None` if they have.

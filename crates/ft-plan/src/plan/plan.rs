@@ -19,6 +19,8 @@ use serde::Serialize;
 pub struct Plan {
     /// World size.
     pub ranks: u64,
+    /// Ranks that split the rows.
+    pub data_ranks: u64,
     /// Ranks in this process, as threads.
     pub local: u64,
     /// Tensor bytes received by a rank per step.
@@ -95,7 +97,7 @@ impl Pipelined {
         let all = partition(i.config, p.pipeline, &p.stages).filter(|_| p.pipeline > 1)?;
         let ahead = p.pipeline as u64 - 1;
         Some(Self {
-            stage: all.iter().position(|units| *units == prepared.units())?,
+            stage: all.iter().position(|units| *units == prepared.shape.units)?,
             stages: all.iter().map(|units| units.own_layers().len()).collect(),
             in_flight: prepared.in_flight(rows),
             bubble: ahead as f64 / (micros + ahead) as f64,
@@ -197,7 +199,7 @@ impl Plan {
     }
 
     /// Upper bound on the tokens of a step over all ranks.
-    pub fn tokens_per_step(&self, data_ranks: u64) -> u64 {
-        self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(data_ranks)
+    pub fn tokens_per_step(&self) -> u64 {
+        self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(self.data_ranks)
     }
 }

@@ -14,14 +14,14 @@ impl Hint {
 
 impl Plan {
     /// Output of `ft plan --json`; `range` is the predicted time of a step, if a rate is known.
-    pub fn json(&self, data_ranks: u64, range: Option<Range>) -> Value {
+    pub fn json(&self, range: Option<Range>) -> Value {
         let mut device: Map<String, Value> =
             self.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
         device.insert("total".into(), json!(self.total()));
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
         let over_run = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
-        let tokens = self.tokens_per_step(data_ranks) as f64;
+        let tokens = self.tokens_per_step() as f64;
         let sheet = |s| if let Source::Datasheet(card) = s { Some(card) } else { None };
         let probe = |s| if let Source::Probe(probe) = s { Some(probe) } else { None };
         let time = range.map(|r| {
@@ -50,7 +50,7 @@ impl Plan {
                             "longest": self.workload.train.longest, "from_data": self.workload.measured()},
             "epoch": self.workload.epoch.map(|e| json!({"samples": e.samples, "rows": e.rows, "tokens": e.tokens,
                                                         "targets": e.targets, "longest": e.longest})),
-            "tokens_per_step": self.tokens_per_step(data_ranks),
+            "tokens_per_step": self.tokens_per_step(),
             "steps": self.workload.steps,
             "flops_per_step": self.work.flops() * self.micro_batches as f64,
             "work_per_step": self.step_work(),

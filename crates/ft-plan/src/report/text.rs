@@ -18,10 +18,10 @@ const SMALL: u64 = 100;
 impl Plan {
     /// The plan in short: verdict with reason, components, size and time of a step, hints. `of` names recipe
     /// and model.
-    pub fn text(&self, of: &str, data_ranks: u64, range: Option<Range>, notes: &[String]) -> String {
+    pub fn text(&self, of: &str, range: Option<Range>, notes: &[String]) -> String {
         let mut s = format!("{}\n{of}\n\n", self.headline());
         let _ = self.write_components(&mut s, self.total() / SMALL);
-        let _ = self.write_short(&mut s, data_ranks, range);
+        let _ = self.write_short(&mut s, range);
         for n in notes {
             let _ = writeln!(s, "note: {n}");
         }
@@ -32,10 +32,10 @@ impl Plan {
     }
 
     /// The whole plan, with the reasons of each choice.
-    pub fn details(&self, data_ranks: u64, range: Option<Range>) -> String {
+    pub fn details(&self, range: Option<Range>) -> String {
         let mut s = String::new();
-        let _ = self.write_data(&mut s, data_ranks);
-        let _ = self.write_execution(&mut s, data_ranks, range);
+        let _ = self.write_data(&mut s);
+        let _ = self.write_execution(&mut s, range);
         let _ = self.write_device(&mut s);
         let _ = self.write_others(&mut s);
         s
@@ -83,18 +83,18 @@ impl Plan {
         format!("{recomputed}, micro-batches of {} {rows}", c.micro_rows)
     }
 
-    fn write_short(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
+    fn write_short(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
         let (total, trainable) = self.parameters;
         let share = 100.0 * trainable as f64 / total.max(1) as f64;
         writeln!(s, "\ntrains      {} of {} parameters ({share:.2}%)", count(trainable), count(total))?;
         let steps = self.workload.steps.map_or("by run.epochs".into(), |n| n.to_string());
         let full = if self.workload.measured() { "" } else { ", if rows are full" };
-        let tokens = count(self.tokens_per_step(data_ranks));
+        let tokens = count(self.tokens_per_step());
         let epoch =
             self.workload.epoch.map(|e| format!("; {} samples in {} rows an epoch", e.samples, e.rows));
         writeln!(s, "steps       {steps}, of {tokens} tokens{full}{}", epoch.unwrap_or_default())?;
         match range {
-            Some(_) => self.write_time(s, data_ranks, range)?,
+            Some(_) => self.write_time(s, range)?,
             None => {
                 let sheets = if self.machine.cuda { "; a card's name for --gpu estimates it" } else { "" };
                 writeln!(s, "time        not known: ft bench measures it on such a machine{sheets}")?
@@ -139,9 +139,9 @@ impl Plan {
         writeln!(s, "products    in fp8 with {of} of {all} frozen matrices (e4m3, gradients e5m2){others}")
     }
 
-    fn write_time(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
+    fn write_time(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
         let Some(r) = range else { return Ok(()) };
-        let tokens = self.tokens_per_step(data_ranks) as f64;
+        let tokens = self.tokens_per_step() as f64;
         let [fewest, most] = [r.high, r.low].map(|seconds| count((tokens / seconds) as u64));
         let whole = self.workload.steps.map_or(String::new(), |n| {
             format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
@@ -178,7 +178,7 @@ impl Plan {
         Ok(())
     }
 
-    fn write_data(&self, s: &mut String, data_ranks: u64) -> fmt::Result {
+    fn write_data(&self, s: &mut String) -> fmt::Result {
         let (total, trainable) = self.parameters;
         let share = 100.0 * trainable as f64 / total.max(1) as f64;
         writeln!(s, "parameters  {} train of {} ({share:.2}%)", count(trainable), count(total))?;
@@ -189,8 +189,8 @@ impl Plan {
         writeln!(
             s,
             "tokens      {} a step in {} micro-batches of {} ({sure}), {steps}",
-            count(self.tokens_per_step(data_ranks)),
-            self.micro_batches * data_ranks,
+            count(self.tokens_per_step()),
+            self.micro_batches * self.data_ranks,
             count(w.train.tokens)
         )?;
         match w.epoch {
@@ -210,7 +210,7 @@ impl Plan {
         }
     }
 
-    fn write_execution(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
+    fn write_execution(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
         let (c, why) = (&self.execution, &self.reasons);
         let rows = if c.micro_rows == 1 { "row" } else { "rows" };
         writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows)?;
@@ -227,7 +227,7 @@ impl Plan {
         writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize)?;
         self.write_products(s)?;
         writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows)?;
-        self.write_time(s, data_ranks, range)
+        self.write_time(s, range)
     }
 
     fn write_device(&self, s: &mut String) -> fmt::Result {

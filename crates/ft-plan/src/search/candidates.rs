@@ -37,7 +37,7 @@ pub(super) struct SearchSpace {
 
 impl SearchSpace {
     pub(super) fn of(p: &Prepared<'_>) -> Self {
-        let (r, walked) = (p.inputs.recipe, p.walked());
+        let (r, walked) = (p.inputs.recipe, p.shape.walked());
         // without a budget there is nothing to search for
         let known = p.inputs.budget.is_some();
         let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::None, walked)]];
@@ -61,7 +61,7 @@ impl SearchSpace {
             true => vec![at(false), at(true)],
             false => vec![at(r.memory.offloads(Offload::Activations))],
         };
-        let usual = Head::chunk_rows(p.vocab() as usize, p.inputs.machine.cuda) as u64;
+        let usual = Head::chunk_rows(p.shape.head.vocab, p.inputs.machine.cuda) as u64;
         let heads = match p.head_is_free() && known {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(MIN_CHUNK)).collect(),
             false => vec![usual],
@@ -134,12 +134,7 @@ impl<'p> BatchSize<'p> {
         let work = self.mean.as_ref().unwrap_or(&self.simulation).work(settings).total();
         let work = work * self.bubble_factor / self.rows as f64;
         let rank = if settings.inputs.on_host { work * (1.0 + MIN_SAVING) } else { work };
-        Scored { settings, work, rank, total: self.total(settings) }
-    }
-
-    /// Peak bytes of a combination.
-    pub(super) fn total(&self, settings: Settings) -> u64 {
-        self.simulation.total(settings)
+        Scored { settings, work, rank, total: self.simulation.total(settings) }
     }
 }
 

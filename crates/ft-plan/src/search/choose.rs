@@ -63,7 +63,7 @@ impl Search<'_, '_> {
                 // more recomputed layers have more inputs on the host
                 let list = &list[..list.partition_point(host_fits)];
                 let mut total = |r: &Recomputed| {
-                    let total = size.total(settings(r));
+                    let total = size.simulation.total(settings(r));
                     if tracks_least && total < least.total {
                         least = size.weigh(settings(r));
                     }
@@ -72,12 +72,12 @@ impl Search<'_, '_> {
                 // later entries take longer; from the second one on, each takes less memory than the one before
                 let Some((first, rest)) = list.split_first() else { continue };
                 let Some(last) = rest.last().filter(|_| total(first) > budget) else {
-                    self.take(&mut fastest, size.weigh(settings(first)), budget);
+                    self.take(&mut fastest, size.weigh(settings(first)));
                     continue;
                 };
                 if total(last) <= budget {
                     let fits = rest.partition_point(|r| total(r) > budget);
-                    self.take(&mut fastest, size.weigh(settings(&rest[fits])), budget);
+                    self.take(&mut fastest, size.weigh(settings(&rest[fits])));
                 }
             }
         }
@@ -86,8 +86,8 @@ impl Search<'_, '_> {
     }
 
     /// Replaces the fastest combination so far by a faster one within the budget.
-    fn take(&mut self, fastest: &mut Option<Scored>, s: Scored, budget: u64) {
-        if s.total > budget {
+    fn take(&mut self, fastest: &mut Option<Scored>, s: Scored) {
+        if s.total > self.budget {
             return;
         }
         if fastest.is_none_or(|f| (s.rank, s.total) < (f.rank, f.total)) {

@@ -2,14 +2,16 @@
 
 use crate::error::Error;
 use crate::host::sum;
-use crate::memory::{Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
+use crate::memory::{
+    Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs, with_weights,
+};
 use crate::time::CostModel;
 use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
-use ft_engine::model::modules::{Group, Module};
+use ft_engine::model::modules::Module;
 use ft_engine::model::stage_boundary::{Rows, StageBoundary};
 use ft_engine::model::units::{Units, partition};
 use ft_engine::ranks::Axis;
@@ -58,7 +60,7 @@ pub struct Prepared<'a> {
     pub(super) inputs: &'a Inputs<'a>,
     /// Number of the planned stage.
     stage: usize,
-    shape: Rc<GhostModel>,
+    pub shape: Rc<GhostModel>,
     pub states: Rc<ModelStates>,
 }
 
@@ -84,8 +86,7 @@ impl<'a> Prepared<'a> {
     fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<StageModel> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
-        let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
-        let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
+        let parameters = with_weights(inputs.selection).map(values).sum();
         let units = partition(inputs.config, p.pipeline, &p.stages).and_then(|all| all.get(stage).copied());
         let Some(units) = units else {
             return Err(Error::Ignored(format!("there is no stage {stage} of the layers")).into());
@@ -110,11 +111,6 @@ impl<'a> Prepared<'a> {
         Ok((Rc::new(shape), Rc::new(states)))
     }
 
-    /// Units of the stage.
-    pub fn units(&self) -> Units {
-        self.shape.units
-    }
-
     /// Whether another stage has the same visits and states as this one.
     pub fn is_like(&self, other: Units) -> bool {
         let (s, own) = (&self.shape, self.shape.units);
@@ -125,16 +121,6 @@ impl<'a> Prepared<'a> {
         let same = (kinds(own), ends(own), lowest(own)) == (kinds(other), ends(other), lowest(other));
         let boundary = |u: Units| [u.first, u.end].map(|unit| self.boundary(unit));
         same && boundary(own) == boundary(other)
-    }
-
-    /// Layers walked backward.
-    pub fn walked(&self) -> usize {
-        self.shape.walked()
-    }
-
-    /// Outputs of the head.
-    pub fn vocab(&self) -> u64 {
-        self.shape.head.vocab as u64
     }
 
     /// Whether any weight is 4-bit.
@@ -286,7 +272,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// A run with a chosen execution.
-    fn chosen(&self, w: &Workload, e: &Execution) -> candle_core::Result<(Simulation<'_>, Settings)> {
+    pub fn chosen(&self, w: &Workload, e: &Execution) -> candle_core::Result<(Simulation<'_>, Settings)> {
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);
         let settings = Settings { recompute, inputs, dequantize, head: 0 };
         Ok((self.simulate(*w, &[e.head_rows as u64])?, settings))
@@ -362,7 +348,7 @@ impl<'a> Prepared<'a> {
             return 0;
         }
         // the topmost layer's input stays on the device
-        let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
+        let waiting = recompute.layers().min(self.shape.walked().saturating_sub(1)) as u64;
         self.tokens(w.train) * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }

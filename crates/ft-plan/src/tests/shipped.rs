@@ -16,7 +16,7 @@ fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
         for cuda in [false, true] {
             let (p, _) = of_recipe(&r, cuda)?;
             assert!(p.total() > 0 && p.parameters.1 > 0, "{}", s.name);
-            let json = p.json(1, None);
+            let json = p.json(None);
             let parts: u64 = json["device"]
                 .as_object()
                 .into_iter()
@@ -66,7 +66,7 @@ fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
             let host =
                 HOSTS.iter().find(|(n, _)| n == name).map_or(String::new(), |(_, host)| format!(" {host}"));
             set.extend(host.split_whitespace().map(String::from));
-            let (p, _) = of_recipe_in(&Recipe::load_for_plan(&path, &set)?, true, &UNKNOWN)?;
+            let (p, _) = of_recipe_in(&Recipe::load_for_plan(&path, &set)?, true, &Capacity::UNKNOWN)?;
             assert!(p.fits(), "{name} on {card}: {}", p.headline());
             let want = format!("# Plan    ft plan {name} --gpu {card}{host}\n#         {}\n", p.headline());
             if !text.contains(&want) {
@@ -115,7 +115,7 @@ fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
     assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
     let held = p.peak.bytes.get(Component::Trained) + p.peak.bytes.get(Component::Moments);
     assert!(held.abs_diff(rounded(4.0 + 8.0 / 256.0)) < n / 1000, "{held}");
-    assert!(p.details(1, None).contains("master      none of what trains in full"));
+    assert!(p.details(None).contains("master      none of what trains in full"));
     Ok(())
 }
 

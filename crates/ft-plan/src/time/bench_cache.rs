@@ -4,7 +4,7 @@ use ft_base::store;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A file of figures.
 pub(super) struct BenchCache(pub &'static str);
@@ -40,13 +40,18 @@ impl BenchCache {
         figure: T,
     ) -> Result<Option<PathBuf>, store::Error> {
         let Some(path) = self.path() else { return Ok(None) };
-        if let Some(dir) = path.parent() {
-            std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-        }
         let mut all = self.all();
         all.insert(key, figure);
-        let text = serde_json::to_string_pretty(&all).unwrap_or_default() + "\n";
-        store::write_atomic(&path, text.as_bytes())?;
+        write(&path, &all)?;
         Ok(Some(path))
     }
+}
+
+/// Writes all figures of a file, and makes its folder.
+pub(super) fn write(path: &Path, all: &impl Serialize) -> Result<(), store::Error> {
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
+    }
+    let text = serde_json::to_string_pretty(all).unwrap_or_default() + "\n";
+    store::write_atomic(path, text.as_bytes())
 }

@@ -3,7 +3,7 @@
 //! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of its
 //! data sheet, in the cost model (`CostModel`) and for the time of a step.
 
-use super::bench_cache::BenchCache;
+use super::bench_cache::{self, BenchCache};
 use ft_base::store;
 use ft_base::terminal::warn;
 use serde::{Deserialize, Serialize};
@@ -125,13 +125,9 @@ fn read(path: &Path, card: &str) -> Result<Option<Probe>, String> {
 }
 
 fn write(path: &Path, card: &str, probe: &Probe) -> Result<(), store::Error> {
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    }
     let mut all = entries(path).unwrap_or_default();
     all.insert(card.into(), serde_json::to_value(probe).unwrap_or_default());
-    let text = serde_json::to_string_pretty(&all).unwrap_or_default() + "\n";
-    store::write_atomic(path, text.as_bytes())
+    bench_cache::write(path, &all)
 }
 
 /// A driver's name of a card that is in no table, as a name of [`ft_kernels::Machine`]. A process meets few.

@@ -184,13 +184,11 @@ impl Workload {
     /// Unreadable data is assumed full; the error is reported when the tokens are read. Other tasks than distillation
     /// leave teachers out.
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
-        let without_teacher = |w: Self| Self {
-            train: Tokens { kept: 0, ..w.train },
-            eval: w.eval.map(|eval| Tokens { kept: 0, ..eval }),
-            ..w
-        };
-        let counted = Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r));
-        if r.task == Task::Distill { counted } else { without_teacher(counted) }
+        let mut w = Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r));
+        if r.task != Task::Distill {
+            w.eval.iter_mut().chain([&mut w.train]).for_each(|t| t.kept = 0);
+        }
+        w
     }
 
     fn counted(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Result<Self, ft_data::Error> {

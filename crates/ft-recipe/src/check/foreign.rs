@@ -30,12 +30,35 @@ pub struct Foreign {
 #[serde(deny_unknown_fields)]
 struct Table {
     keys: BTreeMap<String, Foreign>,
+    idle: Grouped,
+    none: Grouped,
     values: BTreeMap<String, BTreeMap<String, Foreign>>,
 }
 
-/// A test parses the file too.
-static TABLE: LazyLock<Table> =
-    LazyLock::new(|| toml::from_str(include_str!("foreign.toml")).unwrap_or_default());
+/// Names of keys by reason and by letters of programs.
+type Grouped = BTreeMap<String, BTreeMap<String, Vec<String>>>;
+
+/// Reason, letters and name of each key.
+fn each(groups: &Grouped) -> impl Iterator<Item = (&String, &String, &String)> {
+    let programs = groups.iter().flat_map(|(why, of)| of.iter().map(move |(of, names)| (why, of, names)));
+    programs.flat_map(|(why, of, names)| names.iter().map(move |name| (why, of, name)))
+}
+
+/// A test reads the file too.
+static TABLE: LazyLock<Table> = LazyLock::new(|| read().unwrap_or_default());
+
+/// The file, with the keys of its groups among the others.
+fn read() -> Result<Table, toml::de::Error> {
+    let Table { mut keys, idle, none, values } = toml::from_str(include_str!("foreign.toml"))?;
+    let of = |of: &String| Foreign { of: of.clone(), ..Foreign::default() };
+    for (why, letters, name) in each(&idle) {
+        keys.insert(name.clone(), Foreign { idle: Some(why.clone()), ..of(letters) });
+    }
+    for (instead, letters, name) in each(&none) {
+        keys.insert(name.clone(), Foreign { none: Some(instead.clone()), ..of(letters) });
+    }
+    Ok(Table { keys, idle, none, values })
+}
 
 impl Foreign {
     /// The key called `name` by another program.
@@ -99,22 +122,24 @@ fn in_table(path: &str, value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{Kind, each_key, find_key};
+    use crate::keys::{Kind, all_keys, find_key};
     use crate::syntax::parse_value;
 
     /// Each entry has one meaning, existing keys and valid settings.
     #[test]
     fn entries_name_keys_of_recipes() {
-        let table: Table = toml::from_str(include_str!("foreign.toml")).unwrap_or_else(|e| panic!("{e}"));
-        let mut ours = Vec::new();
-        each_key(&mut |path, _| ours.push(path.to_string()));
+        let table = read().unwrap_or_else(|e| panic!("{e}"));
+        let file: Table = toml::from_str(include_str!("foreign.toml")).unwrap_or_else(|e| panic!("{e}"));
+        let grouped = each(&file.idle).chain(each(&file.none)).count();
+        assert_eq!(table.keys.len(), file.keys.len() + grouped, "a key has two entries");
+        let ours: Vec<&String> = all_keys().iter().map(|(path, _)| path).collect();
         for (name, key) in &table.keys {
-            assert!(!ours.contains(name), "{name} is a key of recipes");
+            assert!(!ours.contains(&name), "{name} is a key of recipes");
             assert!(key.of.chars().all(|c| "ALPSTU".contains(c)), "{name}: {}", key.of);
             let says = [key.to.is_some(), !key.set.is_empty(), key.idle.is_some(), key.none.is_some()];
             assert_eq!(says.iter().filter(|is| **is).count(), 1, "{name}");
             assert!(key.how.is_none() || key.to.is_some(), "{name}");
-            assert!(key.to.as_ref().is_none_or(|to| ours.contains(to)), "{name}: {:?}", key.to);
+            assert!(key.to.as_ref().is_none_or(|to| ours.contains(&to)), "{name}: {:?}", key.to);
         }
         let values = table.values.values().flat_map(|of| of.values());
         for set in table.keys.values().chain(values).flat_map(|f| &f.set) {

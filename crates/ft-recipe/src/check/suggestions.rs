@@ -1,7 +1,7 @@
 //! Suggestions for unknown names: similar spellings, and names used by other programs.
 
 use super::foreign::Foreign;
-use crate::keys::{Key, Kind, each_key, first_entries};
+use crate::keys::{Key, Kind, all_keys, first_entries};
 use crate::syntax::{join, quote};
 
 /// The entry of `names` nearest to `word` by edit distance or prefix, if close enough.
@@ -33,12 +33,6 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
         "" => format!("unknown key: {name}"),
         _ => format!("unknown key: {} (in {table})", join(path, name)),
     };
-    let mut same_name = Vec::new();
-    each_key(&mut |p, key| {
-        if key.name == name && !p.is_empty() {
-            same_name.push(p.replace(".0.", "."));
-        }
-    });
     if let Some(foreign) = Foreign::key(name) {
         return (message, vec![foreign.key_hint(path)]);
     }
@@ -46,6 +40,8 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
     if let Some(near) = nearest(name, keys.iter().map(|k| k.name)) {
         hints.push(format!("did you mean {near}?"));
     }
+    let same_name = all_keys().iter().filter(|(_, key)| key.name == name);
+    let same_name: Vec<String> = same_name.map(|(path, _)| path.replace(".0.", ".")).collect();
     if !same_name.is_empty() {
         hints.push(format!("there is {}", same_name.join(", ")));
     }

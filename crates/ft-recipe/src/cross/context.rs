@@ -2,7 +2,7 @@
 
 use crate::check::Checker;
 use crate::keys::Recipe;
-use crate::syntax::{Span, Table};
+use crate::syntax::{Span, Table, enclosing};
 
 pub(super) struct Cross<'a, 'b> {
     pub checker: &'a mut Checker<'b>,
@@ -34,16 +34,8 @@ impl Cross<'_, '_> {
 
     /// Position of `path`, or of the nearest enclosing table in the recipe.
     pub(super) fn at(&self, path: &str) -> Span {
-        let mut path = path;
-        loop {
-            if let Some(node) = self.root.find(path) {
-                return node.at.clone();
-            }
-            match path.rsplit_once('.') {
-                Some((above, _)) => path = above,
-                None => return Span { text: 0, bytes: 0..0 },
-            }
-        }
+        let node = enclosing(path).find_map(|path| self.root.find(path));
+        node.map_or(Span { text: 0, bytes: 0..0 }, |node| node.at.clone())
     }
 
     pub(super) fn given(&self, path: &str) -> bool {

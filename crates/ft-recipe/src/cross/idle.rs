@@ -198,10 +198,10 @@ const ROWS: &[Row] = rows! {
 };
 
 /// A given key without effect.
-pub(crate) struct Idle {
-    pub path: String,
-    pub message: String,
-    pub hint: &'static str,
+struct Idle {
+    path: String,
+    message: String,
+    hint: &'static str,
 }
 
 impl Recipe {
@@ -214,17 +214,12 @@ impl Recipe {
     }
 
     /// Given keys without effect, each once; only of refused ones if `refused`. Skips rows with a `bad` key.
-    pub(crate) fn idle_keys(&self, facts: Facts, refused: bool, bad: &dyn Fn(&str) -> bool) -> Vec<Idle> {
-        let mut found: Vec<Idle> = Vec::new();
-        for path in &self.changed {
-            let row = self.idle_row(path, facts, refused, bad);
-            found.extend(row.map(|row| Idle {
-                path: path.clone(),
-                message: format!("{path}{}", row.says),
-                hint: row.hint,
-            }));
-        }
-        found
+    fn idle_keys(&self, facts: Facts, refused: bool, bad: &dyn Fn(&str) -> bool) -> Vec<Idle> {
+        let idle = |path: &String| {
+            let row = self.idle_row(path, facts, refused, bad)?;
+            Some(Idle { path: path.clone(), message: format!("{path}{}", row.says), hint: row.hint })
+        };
+        self.changed.iter().filter_map(idle).collect()
     }
 
     /// Whether the resolved recipe leaves out the key at `path`, because it would be refused.

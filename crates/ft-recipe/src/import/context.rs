@@ -4,7 +4,7 @@ use super::draft::{Draft, fitting};
 use super::read::{Entries, Entry, is_off, number, text, truth};
 use super::table::Tables;
 use crate::check::Foreign;
-use crate::keys::{Kind, Task, find_key};
+use crate::keys::{Kind, Method, Task, find_key};
 use crate::syntax::quote;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -29,9 +29,13 @@ pub enum Fate {
 /// Questions of an import about things outside its file.
 pub trait Around {
     /// Text of a file named by the configuration.
-    fn read(&self, path: &str) -> Option<String>;
+    fn read(&self, _path: &str) -> Option<String> {
+        None
+    }
     /// The groups of modules of a model, if its config is at hand.
-    fn groups(&self, model: &str) -> Option<Vec<String>>;
+    fn groups(&self, _model: &str) -> Option<Vec<String>> {
+        None
+    }
     /// The coefficient of a model's load-balancing loss in transformers, or 0, if its config is at hand.
     fn router_loss(&self, _model: &str) -> Option<f64> {
         None
@@ -54,20 +58,14 @@ pub(super) fn refused(advice: impl Into<String>) -> Outcome {
     Outcome(Fate::NotSupported, advice.into())
 }
 
-/// How much trains.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Extent {
-    Lora,
-    Full,
-}
-
 /// State of an import.
 pub(super) struct Context<'a> {
     pub tool: &'static str,
     pub tables: &'a Tables,
     pub entries: &'a Entries,
     pub around: &'a dyn Around,
-    pub extent: Extent,
+    /// LoRA, or every weight in full.
+    pub method: Method,
     pub draft: Draft,
     /// Targets of LoRA, as `train.modules` has them, and their origin.
     pub modules: Option<(Vec<String>, String)>,
@@ -115,7 +113,7 @@ impl Context<'_> {
         if entry.value.is_null() {
             return needless("not set");
         }
-        if self.extent == Extent::Full
+        if self.method == Method::Full
             && (path.starts_with("lora.") && path != "lora.init" || path == "optimizer.lr_scale_b")
         {
             return needless("every weight trains: there is no LoRA");
@@ -161,11 +159,8 @@ impl Context<'_> {
 
     /// Sets `KEY = VALUE`s of the table of hints.
     pub fn settings(&mut self, settings: &[String], entry: &Entry) -> Vec<String> {
-        let mut shown = Vec::new();
-        for (key, value) in settings.iter().filter_map(|s| s.split_once(" = ")) {
-            shown.push(self.set(key, value, entry));
-        }
-        shown
+        let settings = settings.iter().filter_map(|s| s.split_once(" = "));
+        settings.map(|(key, value)| self.set(key, value, entry)).collect()
     }
 }
 

@@ -1,8 +1,8 @@
 //! The recipe that an import writes: keys with values and where they are from.
 
-use super::read::{number as read_number, text, truth};
-use crate::keys::{Kind, Unset, each_key, find_key, first_entries, of_json};
-use crate::syntax::{Value as Toml, parse_value, quote, quote_key};
+use super::read::{number, text, truth};
+use crate::keys::{Kind, Unset, all_keys, find_key, first_entries, of_json};
+use crate::syntax::{Value as Toml, enclosing, parse_value, quote, quote_key};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -36,20 +36,15 @@ impl Draft {
 
     /// Removes the key that a problem names: an entry of a table, or the whole value that holds it. Returns the key.
     pub fn remove(&mut self, key: &str) -> Option<Set> {
-        let mut path = key;
-        loop {
-            if let Some(i) = self.keys.iter().position(|s| s.path == path) {
-                let entry = key[path.len()..].trim_start_matches('.');
-                return Some(match without(&self.keys[i].value, entry) {
-                    Some(rest) => {
-                        self.keys[i].value = rest;
-                        self.keys[i].clone()
-                    }
-                    None => self.keys.remove(i),
-                });
+        let i = enclosing(key).find_map(|path| self.keys.iter().position(|s| s.path == path))?;
+        let entry = key[self.keys[i].path.len()..].trim_start_matches('.');
+        Some(match without(&self.keys[i].value, entry) {
+            Some(rest) => {
+                self.keys[i].value = rest;
+                self.keys[i].clone()
             }
-            path = path.rsplit_once('.')?.0;
-        }
+            None => self.keys.remove(i),
+        })
     }
 
     /// Drops defaults of the toolkit that are ft's own too.
@@ -59,25 +54,17 @@ impl Draft {
                 Some(Unset::Toml(text)) => parse_value(text).map(|n| n.value),
                 _ => None,
             };
-            let same = match (&ours, parse_value(&s.value)) {
-                (Some(ours), Some(set)) => {
-                    *ours == set.value
-                        || number(&ours.to_string()).is_some_and(|x| number(&s.value) == Some(x))
-                }
-                _ => false,
-            };
+            let same = ours.is_some() && ours == parse_value(&s.value).map(|n| n.value);
             !(s.by_default && same)
         });
     }
 
     /// The recipe's text.
     pub fn text(&self, head: &str) -> String {
-        let mut order: BTreeMap<String, usize> = BTreeMap::new();
-        each_key(&mut |path, _| {
-            let n = order.len();
-            order.insert(path.into(), n);
-        });
-        let at = |path: &str| order.get(&first_entries(path)).copied();
+        let at = |path: &str| {
+            let path = first_entries(path);
+            all_keys().iter().position(|(known, _)| *known == path)
+        };
         let mut tables: BTreeMap<(usize, usize, String), Vec<&Set>> = BTreeMap::new();
         for set in &self.keys {
             let table = set.path.rsplit_once('.').map_or("", |(t, _)| t);
@@ -120,27 +107,20 @@ fn header(table: &str) -> String {
     format!("[{}]", parts.join("."))
 }
 
-fn number(text: &str) -> Option<f64> {
-    text.parse().ok()
-}
-
 /// A number as TOML: whole ones without a point.
 pub(super) fn number_text(x: f64) -> String {
     if x.fract() == 0.0 && x.abs() < 1e15 { format!("{}", x as i64) } else { format!("{x:?}") }
 }
 
 /// A value as the key at `path` takes it, by the key's kind: numbers and truths may be strings there.
-///
-/// # Errors
-/// The reason for which the key cannot have the value.
 pub(super) fn fitting(path: &str, value: &Value) -> Result<String, String> {
     let wrong = |what: &str| Err(format!("{path} takes {what}"));
     match find_key(path).map(|k| k.kind) {
-        Some(Kind::Int(..) | Kind::IntOrAuto(..)) => match read_number(value) {
+        Some(Kind::Int(..) | Kind::IntOrAuto(..)) => match number(value) {
             Some(x) if x.fract() == 0.0 && x >= 0.0 => Ok(number_text(x)),
             _ => wrong("a whole number"),
         },
-        Some(Kind::Number(_)) => read_number(value).map(number_text).map_or_else(|| wrong("a number"), Ok),
+        Some(Kind::Number(_)) => number(value).map(number_text).map_or_else(|| wrong("a number"), Ok),
         Some(Kind::Bool) => truth(value).map_or_else(|| wrong("true or false"), |b| Ok(b.to_string())),
         Some(Kind::Text | Kind::Name) => text(value).map_or_else(|| wrong("a text"), |t| Ok(quote(&t))),
         _ => of_json(value).map_or_else(|| wrong("another value"), Ok),

@@ -86,13 +86,12 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
             entries.list.push(Entry { path: key.clone(), value, line: 0 });
         }
     }
-    let extent = train::extent(name, &entries);
     let mut ctx = Context {
         tool: name,
         tables,
         entries: &entries,
         around,
-        extent,
+        method: train::method_of(name, &entries),
         draft: Draft::default(),
         modules: None,
         in_full: Vec::new(),

@@ -1,10 +1,10 @@
 //! Optimizer, schedule, regularization.
 
-use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
+use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, number, text};
 use super::train::model;
-use crate::keys::Task;
+use crate::keys::{Method, Task};
 use crate::syntax::quote;
 
 /// The first learning rate of a warm-up in transformers' schedules.
@@ -89,16 +89,11 @@ fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 /// AdamW of PyTorch decays all that trains, norms too.
 fn decay_of_all(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let outcome = ctx.take("optimizer.weight_decay", e);
-    if ctx.extent == Extent::Full && number(&e.value).is_some_and(|x| x > 0.0) {
+    if ctx.method == Method::Full && number(&e.value).is_some_and(|x| x > 0.0) {
         let set = ctx.set("optimizer.decay", quote("all"), e);
         return converted(format!("{}, {set}: norms decay there too", outcome.1));
     }
     outcome
-}
-
-/// The learning rate of the file.
-fn rate(ctx: &Context<'_>) -> Option<f64> {
-    ctx.number(&["learning_rate"])
 }
 
 fn schedule_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -111,7 +106,7 @@ fn schedule_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 fn min_lr_ratio(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match (number(&e.value), rate(ctx)) {
+    match (number(&e.value), ctx.number(&["learning_rate"])) {
         (Some(ratio), Some(lr)) => {
             // to the digits that were written
             let min: f64 = format!("{:.12e}", ratio * lr).parse().unwrap_or(ratio * lr);

@@ -21,10 +21,7 @@ pub(super) fn reads_pairs(task: Task) -> bool {
     task.prefers() || task == Task::Reward
 }
 
-/// The task of a configuration.
-///
-/// # Errors
-/// A task or a loss that ft does not have, in words.
+/// The task of a configuration; an error names a task or a loss that ft does not have.
 pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
     let word = |key: &str| {
         let all = entries.get(key).map(words).unwrap_or_default();

@@ -24,22 +24,10 @@ pub(super) struct Tool {
     pub by: BTreeMap<String, String>,
     /// Values of unsupported keys with ft's own meaning.
     pub same: BTreeMap<String, toml::Value>,
-    none: Vec<Needless>,
-    no: Vec<Refused>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Needless {
-    why: String,
-    keys: Vec<String>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Refused {
-    r#do: String,
-    keys: Vec<String>,
+    /// Keys without effect here, by reason.
+    none: BTreeMap<String, Vec<String>>,
+    /// Keys that are not supported, by advice.
+    no: BTreeMap<String, Vec<String>>,
 }
 
 /// A builder of torchtune's data sets.
@@ -111,25 +99,17 @@ pub(super) fn tools(tables: &Tables) -> [(&'static str, &Tool); 4] {
 
 impl Tool {
     fn own(&self, key: &str) -> Option<How<'_>> {
-        if let Some(to) = self.to.get(key) {
-            return Some(How::To(to));
-        }
-        if let Some(by) = self.by.get(key) {
-            return Some(How::By(by));
-        }
-        let needless =
-            self.none.iter().find(|g| g.keys.iter().any(|k| k == key)).map(|g| How::Needless(&g.why));
-        needless.or_else(|| {
-            self.no.iter().find(|g| g.keys.iter().any(|k| k == key)).map(|g| How::Refused(&g.r#do))
-        })
+        let to = self.to.get(key).map(|to| How::To(to));
+        let by = || self.by.get(key).map(|by| How::By(by));
+        let none = || reason(&self.none, key).map(How::Needless);
+        to.or_else(by).or_else(none).or_else(|| reason(&self.no, key).map(How::Refused))
     }
 
     /// Every key of the table, with how it is imported.
     #[cfg(test)]
     pub fn each(&self) -> Vec<(&str, How<'_>)> {
-        let refused = self.no.iter().flat_map(|g| g.keys.iter());
-        let needless = self.none.iter().flat_map(|g| g.keys.iter());
-        let all = self.to.keys().chain(self.by.keys()).chain(needless).chain(refused);
+        let grouped = self.none.values().chain(self.no.values()).flatten();
+        let all = self.to.keys().chain(self.by.keys()).chain(grouped);
         all.filter_map(|k| Some((k.as_str(), self.own(k)?))).collect()
     }
 
@@ -156,6 +136,11 @@ impl Tool {
         names.extend((1..parts.len()).rev().map(|n| format!("{}.*", parts[..n].join("."))));
         names.iter().find_map(|n| self.own(n).or_else(|| shared.own(n)))
     }
+}
+
+/// The reason or advice for a key.
+fn reason<'t>(groups: &'t BTreeMap<String, Vec<String>>, key: &str) -> Option<&'t str> {
+    groups.iter().find(|(_, keys)| keys.iter().any(|k| k == key)).map(|(text, _)| text.as_str())
 }
 
 /// The toolkit with the most keys of its own in a file, if it has two, or a file's only key.

@@ -2,20 +2,13 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{Format, Mask, PreferenceLoss, each_key, find_key};
+use crate::keys::{Format, Mask, PreferenceLoss, find_key};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
 struct Nowhere;
 
-impl Around for Nowhere {
-    fn read(&self, _: &str) -> Option<String> {
-        None
-    }
-    fn groups(&self, _: &str) -> Option<Vec<String>> {
-        None
-    }
-}
+impl Around for Nowhere {}
 
 /// A model's tokenizer is at hand.
 struct Model;
@@ -24,9 +17,6 @@ impl Around for Model {
     fn read(&self, path: &str) -> Option<String> {
         let config = r#"{"eos_token": {"content": "</s>"}}"#;
         (path == "m/tokenizer_config.json").then(|| config.into())
-    }
-    fn groups(&self, _: &str) -> Option<Vec<String>> {
-        None
     }
 }
 
@@ -41,10 +31,13 @@ fn of(text: &str) -> Imported {
     import(text, "theirs.yaml", &Nowhere).unwrap_or_else(|e| panic!("{e}\n{text}"))
 }
 
-fn recipe(text: &str) -> Recipe {
-    let imported = of(text);
-    let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(&imported)));
+fn parsed(imported: &Imported) -> Recipe {
+    let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(imported)));
     Recipe::parse(text, "theirs.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"))
+}
+
+fn recipe(text: &str) -> Recipe {
+    parsed(&of(text))
 }
 
 /// The line of a key.
@@ -76,8 +69,6 @@ fn tables_name_keys_and_conversions() {
             assert!(known, "{name}: {key}");
         }
     }
-    let mut ours = Vec::new();
-    each_key(&mut |path, _| ours.push(path.to_string()));
     for (name, builder) in &tables.torchtune_data {
         let source = format!("source = \"x\"\nformat = \"{}\"", builder.format);
         let task = if builder.format == "preference" { "dpo" } else { "sft" };
@@ -170,7 +161,7 @@ fn preferences_are_imported() {
     assert_eq!(task(&format!("{axolotl}rl: orpo\norpo_alpha: 0.2")), (Task::Orpo, PreferenceLoss::Orpo, 0.2));
     let imported = of(&format!("{axolotl}rl: simpo\nrl_beta: 2.5\nsimpo_gamma: 0.7"));
     assert_eq!(fate(&imported, "cpo_alpha"), Fate::Default, "{}", listing(&imported));
-    let r = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    let r = parsed(&imported);
     assert_eq!((r.task, r.preference.gamma, r.preference.beta(r.task)), (Task::Simpo, 0.7, 2.5));
 
     let factory = "model_name_or_path: m\nfinetuning_type: lora\ndataset: mine\nmax_samples: 7\n";
@@ -247,12 +238,6 @@ fn rows_come_in_the_order_of_trl() {
 fn the_router_loss_of_trl_is_the_models_own() {
     struct Models;
     impl Around for Models {
-        fn read(&self, _: &str) -> Option<String> {
-            None
-        }
-        fn groups(&self, _: &str) -> Option<Vec<String>> {
-            None
-        }
         fn router_loss(&self, model: &str) -> Option<f64> {
             match model {
                 "balanced" => Some(0.02),
@@ -271,9 +256,7 @@ fn the_router_loss_of_trl_is_the_models_own() {
         ("trl sft {trl} balanced --router_aux_loss_coef 0.5", 0.5, true),
     ] {
         let imported = import(&command.replace("{trl}", trl), "a.sh", &Models).expect(command);
-        let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(&imported)));
-        let recipe = Recipe::parse(text, "a.toml", &[]).expect(command);
-        assert_eq!(recipe.router.aux_loss, coefficient, "{command}");
+        assert_eq!(parsed(&imported).router.aux_loss, coefficient, "{command}");
         let line = imported.lines.iter().any(|l| l.text.contains("router.aux_loss"));
         assert_eq!(line, told, "{command}\n{}", listing(&imported));
     }
@@ -414,16 +397,13 @@ fn a_refused_field_is_told_beside_the_sources() {
                 "columns": {"messages": "talk", "prompt": "q"}}}"#;
             (path == "dir/dataset_info.json").then(|| info.into())
         }
-        fn groups(&self, _: &str) -> Option<Vec<String>> {
-            None
-        }
     }
     let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: mine\ndataset_dir: dir\n";
     let imported = import(text, "a.yaml", &Info).expect("an import");
     let line = imported.lines.iter().find(|l| l.key == "dataset").expect("a line");
     let told = "sources \"dir/a.json\"; format \"messages\" has no field instruction";
     assert_eq!((line.fate, line.text.as_str()), (Fate::NotSupported, told));
-    let recipe = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    let recipe = parsed(&imported);
     assert_eq!(recipe.data.train[0].fields["messages"], "talk");
 }
 
@@ -568,14 +548,14 @@ fn dataset_info_describes_sources() {
     let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\ndataset: mine, talk\ndataset_dir: dir\n";
     let raw =
         import(&text.replace("sft", "pt").replace(", talk", ", other"), "a.yaml", &Info).expect("an import");
-    let recipe = Recipe::parse(raw.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    let recipe = parsed(&raw);
     assert!(recipe.data.pack, "rows of stage pt are packed");
     assert!(recipe.data.train.iter().all(|s| s.format == Some(Format::Text)));
     assert_eq!((recipe.data.train[0].fields["text"].as_str(), recipe.data.train[1].fields.len()), ("q", 0));
     let unpacked = "model_name_or_path: m\nstage: pt\nfinetuning_type: lora\npacking: false\ndataset: a";
     assert!(!super::tests::recipe(unpacked).data.pack);
     let imported = import(text, "a.yaml", &Info).expect("an import");
-    let recipe = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    let recipe = parsed(&imported);
     let sources = &recipe.data.train;
     assert_eq!((sources[0].source.as_str(), sources[1].source.as_str()), ("dir/rows.json", "x/y"));
     assert_eq!(sources[0].fields["instruction"], "q");

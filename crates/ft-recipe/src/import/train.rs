@@ -1,12 +1,12 @@
 //! What trains: method, targets of LoRA, layers, quantization, data masks and templates.
 
-use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
-use super::draft::number_text;
+use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
+use super::draft::{Set, number_text};
 use super::prefer::reads_pairs;
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
 use super::tune::is_lora;
 use crate::check::module_regex;
-use crate::keys::Task;
+use crate::keys::{Decomposition, Method, Task};
 use crate::syntax::quote;
 use serde_json::Value;
 
@@ -21,7 +21,7 @@ conversions! {
 }
 
 /// Whether a file trains by LoRA.
-pub(super) fn extent(tool: &str, entries: &Entries) -> Extent {
+pub(super) fn method_of(tool: &str, entries: &Entries) -> Method {
     let word = |key: &str| entries.get(key).and_then(text).unwrap_or_default().to_lowercase();
     let lora = match tool {
         "axolotl" => !is_off(&Value::from(word("adapter"))),
@@ -29,7 +29,7 @@ pub(super) fn extent(tool: &str, entries: &Entries) -> Extent {
         "TRL" => entries.get("use_peft").and_then(truth) == Some(true),
         _ => is_lora(&word("model._component_")),
     };
-    if lora { Extent::Lora } else { Extent::Full }
+    if lora { Method::Lora } else { Method::Full }
 }
 
 fn method(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -69,9 +69,6 @@ fn linears(ctx: &Context<'_>) -> Vec<String> {
 }
 
 /// An entry of PEFT's `target_modules` as one of `train.modules`.
-///
-/// # Errors
-/// A regular expression that cannot be compiled here.
 fn module(name: &str, whole: bool) -> Result<String, String> {
     let name = name.rsplit_once(".*").filter(|_| !whole).map_or(name, |_| name);
     Ok(match name {
@@ -92,7 +89,7 @@ fn module(name: &str, whole: bool) -> Result<String, String> {
 }
 
 fn modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    if ctx.extent == Extent::Full {
+    if ctx.method == Method::Full {
         return needless("every weight trains: there is no LoRA");
     }
     let list = words(&e.value);
@@ -120,7 +117,7 @@ fn modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 fn factory_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let taken = ctx.take("lora.rank", e);
     match (number(&e.value), ctx.number(&["lora_alpha"])) {
-        (Some(rank), None) if ctx.extent == Extent::Lora => {
+        (Some(rank), None) if ctx.method == Method::Lora => {
             let set = ctx.set("lora.alpha", number_text(2.0 * rank), e);
             converted(format!("{}, {set}: twice the rank, its default", taken.1))
         }
@@ -138,7 +135,7 @@ fn all_linear(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 const SCORE: &str = "a score head, which trains in full, is in place of lm_head";
 
 fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    if ctx.extent == Extent::Full || is_off(&e.value) {
+    if ctx.method == Method::Full || is_off(&e.value) {
         return needless(if is_off(&e.value) { "off" } else { "every weight trains" });
     }
     let mut shown = Vec::new();
@@ -219,7 +216,7 @@ fn initial(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 
 fn four_bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
-        Some(true) if ctx.extent == Extent::Lora => converted(ctx.set("model.quantize", quote("nf4"), e)),
+        Some(true) if ctx.method == Method::Lora => converted(ctx.set("model.quantize", quote("nf4"), e)),
         Some(true) => refused("weights that train in full are not in 4 bits"),
         _ => needless("off"),
     }
@@ -361,25 +358,17 @@ fn share(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 /// Writes the rules of the recipe, after all keys. Returns PEFT's default, if it is used.
 pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
     const DEFAULT: &str = "PEFT's default";
-    let put = |ctx: &mut Context<'_>, path: &str, value: String, origin: &str| {
-        ctx.draft.set(path, value, origin, false)
-    };
     let list =
         |modules: &[String]| format!("[{}]", modules.iter().map(|m| quote(m)).collect::<Vec<_>>().join(", "));
-    let full = ctx.extent == Extent::Full;
+    let full = ctx.method == Method::Full;
+    let goes_on = |init: &Set| Decomposition::from_word(init.value.trim_matches('"')).is_none();
     let (modules, origin) = match ctx.modules.take() {
         Some(found) => found,
         None if full => {
             (groups(ctx).into_iter().filter(|g| g != "new_tokens").collect(), "every weight trains".into())
         }
         // an adapter to go on from has its own
-        None if ctx
-            .draft
-            .get("lora.init")
-            .is_some_and(|s| !["\"pissa\"", "\"olora\"", "\"loftq\""].contains(&&*s.value)) =>
-        {
-            return None;
-        }
+        None if ctx.draft.get("lora.init").is_some_and(goes_on) => return None,
         None => (["q_proj", "v_proj"].map(String::from).into(), DEFAULT.into()),
     };
     let within = ctx.layers.take();
@@ -388,18 +377,18 @@ pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
         Some(_) => modules.into_iter().filter(|m| !matches!(m.as_str(), "embedding" | "head")).collect(),
         None => modules,
     };
-    put(ctx, "train.0.modules", list(&modules), &origin);
+    ctx.draft.set("train.0.modules", list(&modules), &origin, false);
     if full {
-        put(ctx, "train.0.method", quote("full"), &origin);
+        ctx.draft.set("train.0.method", quote("full"), &origin, false);
     }
     if let Some((layers, origin)) = within {
-        put(ctx, "train.0.layers", layers, &origin);
+        ctx.draft.set("train.0.layers", layers, &origin, false);
     }
     let in_full = std::mem::take(&mut ctx.in_full);
     if let Some((_, origin)) = in_full.first() {
         let modules: Vec<String> = in_full.iter().map(|(m, _)| m.clone()).collect();
-        put(ctx, "train.1.modules", list(&modules), origin);
-        put(ctx, "train.1.method", quote("full"), origin);
+        ctx.draft.set("train.1.modules", list(&modules), origin, false);
+        ctx.draft.set("train.1.method", quote("full"), origin, false);
     }
     (origin == DEFAULT).then(|| format!("train.0.modules = {}: PEFT's of most models", list(&modules)))
 }

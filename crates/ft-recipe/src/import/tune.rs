@@ -1,7 +1,8 @@
 //! Keys of torchtune alone.
 
-use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
+use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::read::{Entry, number, text, truth};
+use crate::keys::Method;
 use crate::syntax::quote;
 
 conversions! {
@@ -34,9 +35,9 @@ fn tune_model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if builder.starts_with("dora_") || builder.starts_with("qdora_") {
         set.push(ctx.set("lora.dora", "true", e));
     }
-    set.push(match ctx.extent {
-        Extent::Lora => "a [[train]] rule with LoRA".into(),
-        Extent::Full => "[[train]] with method = \"full\"".into(),
+    set.push(match ctx.method {
+        Method::Lora => "a [[train]] rule with LoRA".into(),
+        _ => "[[train]] with method = \"full\"".into(),
     });
     converted(format!("{}; the model is that of checkpointer.checkpoint_dir", set.join(", ")))
 }
@@ -44,7 +45,7 @@ fn tune_model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 /// `apply_lora_to_mlp`, `apply_lora_to_output`
 fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
     match truth(&e.value) {
-        Some(true) if ctx.extent == Extent::Lora => {
+        Some(true) if ctx.method == Method::Lora => {
             let (mut modules, origin) = ctx.modules.take().unwrap_or((Vec::new(), e.path.clone()));
             modules.push(module.to_string());
             ctx.modules = Some((modules, origin));

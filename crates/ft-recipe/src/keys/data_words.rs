@@ -47,9 +47,7 @@ impl Format {
     pub fn is_of_a_task(self) -> bool {
         self.is_preference() || self == Format::Labeled
     }
-}
 
-impl Format {
     /// Whether `form` chooses between the chat template and plain text.
     pub fn has_forms(self) -> bool {
         matches!(self, Format::Alpaca | Format::Completion)

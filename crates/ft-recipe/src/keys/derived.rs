@@ -33,6 +33,15 @@ impl Recipe {
     pub fn uses_lora_defaults(&self) -> bool {
         self.train.iter().any(|r| r.is(Method::Lora))
     }
+
+    /// Targets of the score head, if the task has one.
+    pub(crate) fn scores(&self) -> ScoreTargets {
+        match self.task {
+            Task::Reward => ScoreTargets::Pairs,
+            Task::Classify => ScoreTargets::Classes(self.classify.names()),
+            _ => ScoreTargets::None,
+        }
+    }
 }
 
 /// LoRA parameters of one linear layer.
@@ -129,17 +138,6 @@ impl Preference {
     /// Scale of the rewards in a task.
     pub fn beta(&self, task: Task) -> f64 {
         self.beta.unwrap_or(if task == Task::Simpo { 2.0 } else { 0.1 })
-    }
-}
-
-impl Recipe {
-    /// Targets of the score head, if the task has one.
-    pub(crate) fn scores(&self) -> ScoreTargets {
-        match self.task {
-            Task::Reward => ScoreTargets::Pairs,
-            Task::Classify => ScoreTargets::Classes(self.classify.names()),
-            _ => ScoreTargets::None,
-        }
     }
 }
 

@@ -21,6 +21,6 @@ pub use kind::*;
 pub use sets::*;
 pub(crate) use size::{SMALLEST_BARE, UNITS};
 pub use tables::*;
-pub use walk::each_key;
+pub use walk::all_keys;
 pub(crate) use walk::{find_key, first_entries};
 pub use words::*;

@@ -1,21 +1,30 @@
-//! Visits all keys by dotted path.
+//! All keys by dotted path.
 
 use super::kind::{Key, Kind};
 use super::tables::Recipe;
 use crate::syntax::join;
+use std::sync::LazyLock;
 
-/// Calls `f` with the dotted path of every key. Lists of tables appear as entry 0 (`train.0`).
-pub fn each_key(f: &mut dyn FnMut(&str, &'static Key)) {
-    walk(Recipe::KEYS, "", f);
+/// A key with its dotted path.
+type Entry = (String, &'static Key);
+
+/// Every key with its dotted path, in documentation order. Lists of tables appear as entry 0 (`train.0`).
+pub fn all_keys() -> &'static [Entry] {
+    static ALL: LazyLock<Vec<Entry>> = LazyLock::new(|| {
+        let mut all = Vec::new();
+        add(Recipe::KEYS, "", &mut all);
+        all
+    });
+    &ALL
 }
 
-fn walk(keys: &'static [Key], prefix: &str, f: &mut dyn FnMut(&str, &'static Key)) {
+fn add(keys: &'static [Key], prefix: &str, all: &mut Vec<Entry>) {
     for k in keys {
         let path = join(prefix, k.name);
-        f(&path, k);
+        all.push((path.clone(), k));
         match k.kind {
-            Kind::Table(inner) => walk(inner, &path, f),
-            Kind::Tables(inner) => walk(inner, &format!("{path}.0"), f),
+            Kind::Table(inner) => add(inner, &path, all),
+            Kind::Tables(inner) => add(inner, &format!("{path}.0"), all),
             _ => {}
         }
     }
@@ -24,13 +33,7 @@ fn walk(keys: &'static [Key], prefix: &str, f: &mut dyn FnMut(&str, &'static Key
 /// The key at a dotted path, with any list index.
 pub(crate) fn find_key(path: &str) -> Option<&'static Key> {
     let path = first_entries(path);
-    let mut found = None;
-    each_key(&mut |p, key| {
-        if p == path {
-            found = Some(key);
-        }
-    });
-    found
+    all_keys().iter().find(|(known, _)| *known == path).map(|(_, key)| *key)
 }
 
 /// Replaces every list index of a dotted path by 0.

@@ -7,7 +7,7 @@ use crate::check::values::is_name;
 use crate::check::{Checker, find_unsupported, meant, nearest};
 use crate::cross;
 use crate::keys::{Recipe, Section};
-use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, read};
+use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, enclosing, read};
 use ft_base::error::Location;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -181,17 +181,8 @@ impl Recipe {
     /// Position of the key at a dotted path ("data.train.0.source"). If absent, the nearest enclosing
     /// table, or the file.
     pub fn place(&self, path: &str) -> Location {
-        let mut path = path;
-        loop {
-            if let Some(place) = self.places.get(path) {
-                return place.clone();
-            }
-            match path.rsplit_once('.') {
-                Some((above, _)) => path = above,
-                None if !path.is_empty() => path = "",
-                None => return Location { file: "recipe".into(), line: 0, column: 0 },
-            }
-        }
+        let place = enclosing(path).chain([""]).find_map(|path| self.places.get(path)).cloned();
+        place.unwrap_or_else(|| Location { file: "recipe".into(), line: 0, column: 0 })
     }
 
     /// Resolves a path from the recipe, with `~/` expanded. A path that does not exist relative to the

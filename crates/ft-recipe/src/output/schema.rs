@@ -10,34 +10,28 @@ use serde_json::{Map, Value, json};
 /// The schema covers single keys. Constraints across keys, or for a model, are checked by `ft check`.
 pub fn schema() -> Value {
     let mut schema = table(Recipe::KEYS);
-    if let Some(parallel) = schema.get_mut("properties").and_then(|p| p.get_mut("parallel")) {
-        parallel["type"] = json!(["object", "string"]);
-        parallel["pattern"] = json!("^auto$");
-    }
-    schema.insert("$schema".into(), "http://json-schema.org/draft-07/schema#".into());
-    schema.insert("title".into(), "Recipe of ft".into());
-    schema.insert("description".into(), "What to fine-tune, on what, and how.".into());
-    Value::Object(schema)
-}
-
-fn table(keys: &'static [Key]) -> Map<String, Value> {
-    let mut properties = Map::new();
-    for key in keys {
-        properties.insert(key.name.into(), Value::Object(property(key)));
-    }
-    let required: Vec<&str> =
-        keys.iter().filter(|k| matches!(k.default, Unset::Required)).map(|k| k.name).collect();
-    let mut schema = Map::new();
-    schema.insert("type".into(), "object".into());
-    schema.insert("properties".into(), properties.into());
-    if !required.is_empty() {
-        schema.insert("required".into(), required.into());
-    }
-    schema.insert("additionalProperties".into(), false.into());
+    let parallel = &mut schema["properties"]["parallel"];
+    parallel["type"] = json!(["object", "string"]);
+    parallel["pattern"] = json!("^auto$");
+    schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");
+    schema["title"] = json!("Recipe of ft");
+    schema["description"] = json!("What to fine-tune, on what, and how.");
     schema
 }
 
-fn property(key: &'static Key) -> Map<String, Value> {
+fn table(keys: &'static [Key]) -> Value {
+    let properties: Map<String, Value> = keys.iter().map(|k| (k.name.into(), property(k))).collect();
+    let required: Vec<&str> =
+        keys.iter().filter(|k| matches!(k.default, Unset::Required)).map(|k| k.name).collect();
+    let mut schema = json!({ "type": "object", "properties": properties });
+    if !required.is_empty() {
+        schema["required"] = json!(required);
+    }
+    schema["additionalProperties"] = json!(false);
+    schema
+}
+
+fn property(key: &'static Key) -> Value {
     let mut schema = kind(key.kind);
     let mut doc = key.doc.to_string();
     match key.default {
@@ -47,22 +41,22 @@ fn property(key: &'static Key) -> Map<String, Value> {
             if let Some(value) = parse_value(text)
                 && !matches!(key.kind, Kind::Table(_))
             {
-                schema.insert("default".into(), plain_json(&value.value));
+                schema["default"] = plain_json(&value.value);
             }
         }
     }
-    schema.insert("description".into(), doc.into());
+    schema["description"] = json!(doc);
     schema
 }
 
 #[expect(clippy::too_many_lines, reason = "a list: one arm a kind")]
-fn kind(kind: Kind) -> Map<String, Value> {
+fn kind(kind: Kind) -> Value {
     let index = json!({ "type": "integer", "minimum": 0, "maximum": INDEX });
     let indices = |pattern: &str| {
         let list = json!({ "type": "array", "minItems": 1, "uniqueItems": true, "items": index });
         json!({ "oneOf": [{ "type": "string", "pattern": pattern }, index, list] })
     };
-    let schema = match kind {
+    match kind {
         Kind::Int(from, to) => json!({ "type": "integer", "minimum": from, "maximum": to }),
         Kind::IntOrAuto(from, to) => {
             json!({ "oneOf": [{ "type": "integer", "minimum": from, "maximum": to }, { "const": "auto" }] })
@@ -115,12 +109,8 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Devices => json!({
             "type": "array", "uniqueItems": true, "items": { "type": "string", "pattern": r"^(cpu|cuda(:\d+)?)$" },
         }),
-        Kind::Table(keys) => Value::Object(table(keys)),
+        Kind::Table(keys) => table(keys),
         Kind::Tables(keys) => json!({ "type": "array", "items": table(keys) }),
-    };
-    match schema {
-        Value::Object(map) => map,
-        _ => Map::new(),
     }
 }
 

@@ -7,4 +7,4 @@ mod tree;
 pub use diagnostic::{Diagnostic, Problems};
 pub(crate) use diagnostic::{MAX_PROBLEMS, SourceText, Span};
 pub(crate) use overrides::apply_overrides;
-pub(crate) use tree::{Entry, Node, Table, Value, join, parse_value, quote, quote_key, read};
+pub(crate) use tree::{Entry, Node, Table, Value, enclosing, join, parse_value, quote, quote_key, read};

@@ -88,6 +88,11 @@ pub(crate) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() { key.to_string() } else { format!("{prefix}.{key}") }
 }
 
+/// A dotted path, and those of the tables around it, inner ones first.
+pub(crate) fn enclosing(path: &str) -> impl Iterator<Item = &str> {
+    std::iter::successors(Some(path), |path| path.rsplit_once('.').map(|(above, _)| above))
+}
+
 /// Parses `texts[0]` as TOML. Returns syntax errors as problems, along with the recoverable part of the tree.
 pub(crate) fn read(texts: &[SourceText]) -> (Table, Vec<Diagnostic>) {
     let (table, errors) = DeTable::parse_recoverable(&texts[0].text);

@@ -60,39 +60,28 @@ fn bad_messages(why: &str) -> ApiError {
     ApiError::param("messages", format!("messages: {why}"))
 }
 
-/// A message of a conversation.
-struct Message {
-    role: String,
-    content: String,
-    /// The whole message, for the chat template.
-    value: Value,
-}
-
-impl Message {
-    /// Parses message `i`.
-    fn parse(i: usize, message: Value) -> Result<Self, ApiError> {
-        let fail = |why: &str| bad_messages(&format!("{i}: {why}"));
-        let Value::Object(mut m) = message else { return Err(fail("an object is wanted")) };
-        m.retain(|_, v| !v.is_null());
-        let role = match m.get("role").and_then(Value::as_str) {
-            // newer name of the system role
-            Some("developer") => "system",
-            Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
-            _ => return Err(fail("role is not system, user, assistant or tool")),
-        };
-        let role = role.to_string();
-        let content = match m.get("content") {
-            Some(Value::String(s)) => s.clone(),
-            Some(Value::Array(parts)) => {
-                parts.iter().map(|part| part_text(part).map_err(&fail)).collect::<Result<_, _>>()?
-            }
-            None if m.contains_key("tool_calls") => String::new(),
-            _ => return Err(fail("content: a text is wanted")),
-        };
-        m.insert("role".into(), json!(role));
-        m.insert("content".into(), json!(content));
-        Ok(Self { role, content, value: Value::Object(m) })
-    }
+/// Checks message `i`; its content is then one text.
+fn message(i: usize, message: Value) -> Result<Value, ApiError> {
+    let fail = |why: &str| bad_messages(&format!("{i}: {why}"));
+    let Value::Object(mut m) = message else { return Err(fail("an object is wanted")) };
+    m.retain(|_, v| !v.is_null());
+    let role = match m.get("role").and_then(Value::as_str) {
+        // newer name of the system role
+        Some("developer") => json!("system"),
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => json!(role),
+        _ => return Err(fail("role is not system, user, assistant or tool")),
+    };
+    let content = match m.get("content") {
+        Some(Value::String(s)) => s.clone(),
+        Some(Value::Array(parts)) => {
+            parts.iter().map(|part| part_text(part).map_err(&fail)).collect::<Result<_, _>>()?
+        }
+        None if m.contains_key("tool_calls") => String::new(),
+        _ => return Err(fail("content: a text is wanted")),
+    };
+    m.insert("role".into(), role);
+    m.insert("content".into(), json!(content));
+    Ok(Value::Object(m))
 }
 
 /// Text of a part of a message.
@@ -114,25 +103,24 @@ pub fn conversation(state: &ServerState, p: &mut Parameters) -> Result<Vec<Promp
     if list.is_empty() {
         return Err(bad_messages("at least one message is wanted"));
     }
-    let messages = list.into_iter().enumerate().map(|(i, m)| Message::parse(i, m));
+    let messages = list.into_iter().enumerate().map(|(i, m)| message(i, m));
     let messages = messages.collect::<Result<Vec<_>, _>>()?;
     let prompt = &state.prompt;
     let variables = template_variables(p, prompt)?;
-    let roles: Vec<&str> = messages.iter().map(|m| m.role.as_str()).collect();
+    let text = |i: usize, key: &str| messages[i][key].as_str().unwrap_or_default();
+    let roles: Vec<&str> = (0..messages.len()).map(|i| text(i, "role")).collect();
     let ids = match (prompt.form, roles.as_slice()) {
         (PromptFormat::Chat, _) if !prompt.tokenizer.has_template() => {
             return Err(bad_messages(
                 "the model has no chat template (ft serve --chat-template FILE); /v1/completions continues texts",
             ));
         }
-        (PromptFormat::Chat, _) => {
-            prompt.conversation(messages.into_iter().map(|m| m.value).collect(), variables)?
-        }
+        (PromptFormat::Chat, _) => prompt.conversation(messages, variables)?,
         (PromptFormat::Text, _) => {
             return Err(bad_messages("the model was trained on plain text, which /v1/completions continues"));
         }
-        (_, ["user"]) => prompt.single(None, &messages[0].content)?,
-        (_, ["system", "user"]) => prompt.single(Some(&messages[0].content), &messages[1].content)?,
+        (_, ["user"]) => prompt.single(None, text(0, "content"))?,
+        (_, ["system", "user"]) => prompt.single(Some(text(0, "content")), text(1, "content"))?,
         _ => {
             return Err(bad_messages(
                 "the model was trained on single prompts: one user message, after a system message or none",

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::poll_fn;
 use serde_json::{Map, Value, json};
 use std::convert::Infallible;
+use std::mem::take;
 use tokio::sync::mpsc;
 
 /// Events of a stream that wait for a slow client.
@@ -42,13 +43,6 @@ pub struct Reply {
     /// Tokens of the prompts.
     prompt_tokens: usize,
     logprobs: bool,
-}
-
-/// Text of a choice, with its tokens if log-probabilities are wanted.
-#[derive(Default)]
-struct Piece {
-    text: String,
-    tokens: Vec<Token>,
 }
 
 impl Reply {
@@ -85,22 +79,23 @@ impl Reply {
     /// # Errors
     /// A failed answer; the end of the server.
     pub async fn whole(mut self, mut events: mpsc::UnboundedReceiver<Event>) -> Result<Response, ApiError> {
-        let (mut piece, mut choices, mut total) = (Piece::default(), Vec::new(), 0);
+        let (mut text, mut tokens) = (String::new(), Vec::new());
+        let (mut choices, mut total) = (Vec::new(), 0);
         while choices.len() < self.choices {
             match events.recv().await {
                 Some(Event::Begin(step)) => self.set_step(step),
-                Some(Event::Text(text, tokens)) => {
-                    piece.text.push_str(&text);
-                    piece.tokens.extend(tokens);
+                Some(Event::Text(piece, more)) => {
+                    text.push_str(&piece);
+                    tokens.extend(more);
                 }
-                Some(Event::End(finish, tokens)) => {
-                    let piece = std::mem::take(&mut piece);
+                Some(Event::End(finish, count)) => {
+                    let (text, tokens) = (take(&mut text), take(&mut tokens));
                     let content = match self.endpoint {
-                        Endpoint::Chat => json!({"message": {"role": "assistant", "content": piece.text}}),
-                        Endpoint::Text => json!({"text": piece.text}),
+                        Endpoint::Chat => json!({"message": {"role": "assistant", "content": text}}),
+                        Endpoint::Text => json!({"text": text}),
                     };
-                    choices.push(self.choice(choices.len(), content, &piece.tokens, Some(finish)));
-                    total += tokens;
+                    choices.push(self.choice(choices.len(), content, &tokens, Some(finish)));
+                    total += count;
                 }
                 Some(Event::Failed(why)) => return Err(ApiError::internal(why)),
                 None => return Err(ApiError::stopped()),

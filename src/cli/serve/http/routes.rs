@@ -63,12 +63,15 @@ pub fn start(
 }
 
 fn router(state: Arc<ServerState>) -> Router {
+    let answers = |endpoint: Endpoint| {
+        post(move |State(state): State<Arc<ServerState>>, body: Body| answer(state, endpoint, body))
+    };
     let router = Router::new()
         .route(auth::HEALTH, get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
-        .route("/v1/chat/completions", post(chat))
-        .route("/v1/completions", post(text))
+        .route("/v1/chat/completions", answers(Endpoint::Chat))
+        .route("/v1/completions", answers(Endpoint::Text))
         .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "there is nothing at this address") })
         .method_not_allowed_fallback(|| async {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes another method")
@@ -99,14 +102,6 @@ async fn model(
     }
     let message = format!("The model `{name}` does not exist");
     Err(ApiError::new(StatusCode::NOT_FOUND, message).with_code("model_not_found"))
-}
-
-async fn chat(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
-    answer(state, Endpoint::Chat, body).await
-}
-
-async fn text(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
-    answer(state, Endpoint::Text, body).await
 }
 
 async fn answer(state: Arc<ServerState>, endpoint: Endpoint, body: Body) -> Result<Response, ApiError> {

@@ -49,8 +49,6 @@ struct StageStep<'a, 'b, 's> {
     stage: &'b Stage<'b>,
     /// Ranks of the stage with tokens of the same rows, if there are several.
     tokens: Option<&'b RowGroups<'b>>,
-    /// Tokens and targets before each micro-batch of the step.
-    first: Vec<(usize, usize)>,
     /// Whether gradients cross the boundary above and the one below.
     trains: [bool; 2],
     in_flight: BTreeMap<usize, InFlight<'b>>,
@@ -68,13 +66,6 @@ impl TrainContext<'_> {
         let (ranks, batches) = (self.ranks(), passes.batches);
         let Some(stage) = passes.reduce.stage() else { return Ok(()) };
         let tokens = ranks.row_groups();
-        let mut sum = (0, 0);
-        let before = |(_, size): &(&[usize], ft_data::Size)| {
-            let at = sum;
-            sum = (at.0 + size.tokens, at.1 + size.targets);
-            at
-        };
-        let first = batches.all.iter().map(before).collect();
         let (units, lowest) = (self.model.decoder.units, self.model.params.lowest_unit());
         let trains = [units.end, units.first].map(|above| lowest.is_some_and(|l| l < above));
         // The load-balancing loss needs the decisions of all stages in each.
@@ -86,7 +77,7 @@ impl TrainContext<'_> {
         let turns = batches.all.len().div_ceil(ranks.data_parallel_size());
         let list = schedule(ranks.stages(), ranks.stage(), turns, lowest_stage);
         let (tokens, in_flight) = (tokens.as_ref(), BTreeMap::new());
-        let mut step = StageStep { cx: self, passes, router, ranks, stage, tokens, first, trains, in_flight };
+        let mut step = StageStep { cx: self, passes, router, ranks, stage, tokens, trains, in_flight };
         for action in list {
             let done = match action {
                 Action::Forward(i) => step.forward(i, got, times),
@@ -126,11 +117,6 @@ impl<'b> StageStep<'_, 'b, '_> {
             .timed(times)
     }
 
-    fn begin(&self) -> ft_base::Result<Pass<'b>> {
-        let (model, reduce) = (self.cx.model, self.passes.reduce);
-        Pass::begin(&model.decoder, model.params.lowest_unit(), reduce)
-    }
-
     /// Seed and step of random numbers.
     fn random(&self) -> (u64, u64) {
         (self.cx.job.recipe.run.seed, self.passes.input.step)
@@ -138,12 +124,12 @@ impl<'b> StageStep<'_, 'b, '_> {
 
     /// Forward pass of a turn's micro-batch, with the head on the last stage.
     fn forward(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let (cx, Passes { batches, accum, objective, .. }) = (self.cx, *self.passes);
+        let (cx, Passes { batches, accum, reduce, objective, .. }) = (self.cx, *self.passes);
         self.flight(turn)?;
         let mut flight = self.in_flight.remove(&turn).unwrap_or_default();
-        let mut pass = self.begin()?;
+        let mut pass = Pass::begin(&cx.model.decoder, cx.model.params.lowest_unit(), reduce)?;
         if let (Some(micro), Some(i)) = (flight.micro.take().filter(|m| !m.is_empty()), self.own(turn)) {
-            let (config, random) = (&cx.model.decoder.config, (self.first[i], Some(self.random())));
+            let (config, random) = (&cx.model.decoder.config, (batches.all[i].1, Some(self.random())));
             let batch = micro.batch(config, random, cx.distillation(), cx.device())?;
             let mut came = flight.x.take().unwrap_or_default().into_iter();
             let below = came.next();
@@ -265,18 +251,13 @@ impl<'b> StageStep<'_, 'b, '_> {
                 flight.x = came;
             }
         }
-        // A stage without a backward pass is done when the stage above has the hidden states, and every stage when its
-        // gradients have left.
-        let last =
-            if self.goes_down() { passed.down.filter(|_| !above) } else { passed.up.filter(|_| above) };
+        // A stage that no micro-batch goes down through is done when the stage above has the hidden states, and every
+        // other stage when its gradients have left.
+        let goes_down = self.router.any() || self.trains[0];
+        let last = if goes_down { passed.down.filter(|_| !above) } else { passed.up.filter(|_| above) };
         if let Some(mut flight) = last.and_then(|turn| self.in_flight.remove(&turn)) {
             got.routings.extend(flight.pass.take().filter(|_| flight.batch.is_some()).map(|p| p.routing));
         }
         Ok(())
-    }
-
-    /// Whether micro-batches go down through this stage.
-    fn goes_down(&self) -> bool {
-        self.router.any() || self.trains[0]
     }
 }

@@ -26,7 +26,7 @@ use manifest::{MANIFEST, MARKER, Manifest};
 use super::Error;
 use super::fault::fault;
 use super::read::read_inside;
-use super::write::{sync_folder, write_atomic};
+use super::write::{removed, rename, sync_folder, write_atomic};
 
 const STEP: &str = "step-";
 const DRAFT: &str = ".draft-";
@@ -77,7 +77,7 @@ impl Checkpoints {
         // If a step was being saved again, keep the new checkpoint if complete, else restore the old one.
         for (name, path) in all.folders()? {
             if let Some(step) = step_of(&name, OLD) {
-                let target = all.path_of(step);
+                let target = all.folder(step);
                 if has_marker(&target) || !has_marker(&path) {
                     remove_marked(&path)?;
                 } else {
@@ -118,7 +118,7 @@ impl Checkpoints {
     pub fn newest_whole(&self) -> Result<Option<Checkpoint>, Error> {
         let mut warnings = Vec::new();
         for step in self.list()?.into_iter().rev() {
-            let path = self.path_of(step);
+            let path = self.folder(step);
             match verify(&path, step) {
                 Ok(()) => return Ok(Some(Checkpoint { step, path, warnings })),
                 Err(e) => warnings.push(e.to_string()),
@@ -139,7 +139,7 @@ impl Checkpoints {
         if !steps.contains(&step) {
             return Err(Error::NoCheckpoint { dir: self.dir.clone(), step, steps });
         }
-        let path = self.path_of(step);
+        let path = self.folder(step);
         verify(&path, step)?;
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
@@ -150,13 +150,17 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Write`] with the path.
     pub fn keep_to(&self, newest: u64, keep: usize, also: Option<u64>) -> Result<(), Error> {
-        purge(self, newest, keep.max(1), also)
+        let (mut kept, mut remove): (Vec<u64>, Vec<u64>) =
+            self.list()?.into_iter().partition(|&step| step <= newest);
+        let surplus = kept.len().saturating_sub(keep.max(1));
+        remove.extend(kept.drain(..surplus).filter(|step| Some(*step) != also));
+        remove.into_iter().try_for_each(|step| remove_marked(&self.folder(step)))
     }
 
     /// The contents of the marker file, which identify a checkpoint, even among checkpoints of the same
     /// step. `None` if there is no checkpoint.
     pub fn mark(&self, step: u64) -> Option<Vec<u8>> {
-        read_inside(&self.path_of(step), MARKER, 1 << 10).ok()
+        read_inside(&self.folder(step), MARKER, 1 << 10).ok()
     }
 
     /// Path of one file of a checkpoint, verified against the recorded hash. Other files are not verified.
@@ -164,7 +168,7 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Damaged`] if the checkpoint or the file is missing or damaged.
     pub fn whole_file(&self, step: u64, name: &str) -> Result<PathBuf, Error> {
-        let path = self.path_of(step);
+        let path = self.folder(step);
         let manifest = manifest(&path)?;
         manifest.check_file(&path, step, name).map_err(|problem| damaged(&path, problem))?;
         Ok(path.join(name))
@@ -184,10 +188,6 @@ impl Checkpoints {
 
     /// The folder of a step's checkpoint, whether it exists or not.
     pub fn folder(&self, step: u64) -> PathBuf {
-        self.path_of(step)
-    }
-
-    fn path_of(&self, step: u64) -> PathBuf {
         self.dir.join(format!("{STEP}{step:08}"))
     }
 
@@ -233,7 +233,7 @@ impl Draft {
         fault!("commit.folder_synced");
 
         let all = Checkpoints { dir: self.dir.clone() };
-        let target = all.path_of(self.step);
+        let target = all.folder(self.step);
         // Saving a step again must not risk the existing checkpoint: it is set aside intact until the
         // new one has a marker. `Checkpoints::open` restores it after a crash.
         let aside = self.dir.join(format!("{OLD}{:08}", self.step));
@@ -268,18 +268,6 @@ impl Drop for Draft {
     }
 }
 
-/// Removes checkpoints after `newest`, and those beyond the latest `keep`, except `also`.
-fn purge(all: &Checkpoints, newest: u64, keep: usize, also: Option<u64>) -> Result<(), Error> {
-    let (mut kept, mut remove): (Vec<u64>, Vec<u64>) =
-        all.list()?.into_iter().partition(|&step| step <= newest);
-    let surplus = kept.len().saturating_sub(keep);
-    remove.extend(kept.drain(..surplus).filter(|step| Some(*step) != also));
-    for step in remove {
-        remove_marked(&all.path_of(step))?;
-    }
-    Ok(())
-}
-
 /// Removes a checkpoint, marker first, so that a marker without data can never be observed.
 fn remove_marked(path: &Path) -> Result<(), Error> {
     if path.symlink_metadata().is_err() {
@@ -302,14 +290,7 @@ fn unmark(path: &Path) -> Result<(), Error> {
 }
 
 fn remove_folder(path: &Path) -> Result<(), Error> {
-    match std::fs::remove_dir_all(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
-        _ => Ok(()),
-    }
-}
-
-fn rename(from: &Path, to: &Path) -> Result<(), Error> {
-    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
+    removed(path, std::fs::remove_dir_all(path))
 }
 
 /// Only a plain file is a marker. A checkpoint with a folder, link or pipe of this name counts as incomplete.

@@ -2,7 +2,7 @@
 //! no link out of it, except into the blobs of the hub's cache. Outside files therefore never reach an output, an
 //! export or an upload.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
@@ -52,29 +52,28 @@ pub fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Error> {
     check_name(dir, name)?;
     let path = dir.join(name);
     let real_dir = dir.canonicalize().map_err(|e| Error::read(dir, e))?;
+    let fail = |e| Error::read(&path, e);
     // Resolves all links; a cycle is an error.
-    let real = path.canonicalize().map_err(|e| Error::read(&path, e))?;
+    let real = path.canonicalize().map_err(fail)?;
     let refuse = |why: String| Error::Unsafe { dir: dir.to_path_buf(), name: name.into(), why };
+    let check = |about: Metadata| match not_a_file(about.file_type()) {
+        Some(kind) => Err(refuse(format!("it is {kind} and not a file"))),
+        None => Ok(()),
+    };
     if !real.starts_with(&real_dir) && !is_blob_of(&real_dir, &real) {
         return Err(refuse(format!(
             "it is a link to {}, outside of the folder; copy the file into the folder",
             real.display()
         )));
     }
-    let kind = std::fs::symlink_metadata(&real).map_err(|e| Error::read(&path, e))?.file_type();
-    if let Some(kind) = not_a_file(kind) {
-        return Err(refuse(format!("it is {kind} and not a file")));
-    }
+    check(real.symlink_metadata().map_err(fail)?)?;
     let file = OpenOptions::new()
         .read(true)
         // If the file was replaced since the check, neither follow a link nor block.
         .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32)
         .open(&real)
-        .map_err(|e| Error::read(&path, e))?;
-    let kind = file.metadata().map_err(|e| Error::read(&path, e))?.file_type();
-    if let Some(kind) = not_a_file(kind) {
-        return Err(refuse(format!("it is {kind} and not a file")));
-    }
+        .map_err(fail)?;
+    check(file.metadata().map_err(fail)?)?;
     Ok((file, path))
 }
 

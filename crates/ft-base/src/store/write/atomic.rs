@@ -168,19 +168,27 @@ pub fn sweep_temporary(dir: &Path) -> Result<(), Error> {
 
 fn remove_unheld(path: &Path) -> Result<(), Error> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
-    let removed = match File::options().read(true).write(true).custom_flags(flags).open(path) {
-        Ok(file) => match file.try_lock() {
-            // Removed under the lock: if another process has just created this file, `hold` reports it,
-            // and a new one is created.
-            Ok(()) => std::fs::remove_file(path),
-            Err(_) => Ok(()),
-        },
-        Err(e) => Err(e),
+    let opened = File::options().read(true).write(true).custom_flags(flags).open(path);
+    let remove = |file: File| match file.try_lock() {
+        // Removed under the lock: if another process has just created this file, `hold` reports it,
+        // and a new one is created.
+        Ok(()) => std::fs::remove_file(path),
+        Err(_) => Ok(()),
     };
-    match removed {
+    removed(path, opened.and_then(remove))
+}
+
+/// The outcome of a removal. A missing file or folder is no error.
+pub(in crate::store) fn removed(path: &Path, outcome: io::Result<()>) -> Result<(), Error> {
+    match outcome {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
         _ => Ok(()),
     }
+}
+
+/// Renames a file or folder.
+pub(in crate::store) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
 }
 
 #[cfg(test)]

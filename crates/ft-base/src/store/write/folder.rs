@@ -21,9 +21,9 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::atomic::{folder_of, sync_folder};
+use super::atomic::{folder_of, rename, sync_folder};
 use super::lock::{make_folders, remove_created};
-use super::workspace::{Workspace, rename, sweep};
+use super::workspace::{Workspace, sweep};
 use crate::store::Error;
 use crate::store::fault::fault;
 

@@ -7,8 +7,8 @@ mod plain;
 mod run_lock;
 mod workspace;
 
-pub(super) use atomic::TEMPORARY;
 pub use atomic::{AtomicFile, copy_inside, folder_of, sweep_temporary, sync_folder, write_atomic};
+pub(super) use atomic::{TEMPORARY, removed, rename};
 pub use folder::AtomicFolder;
 pub use plain::{append, create, reopen};
 pub use run_lock::RunLock;

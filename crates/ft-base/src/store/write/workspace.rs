@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use super::atomic::{TEMPORARY, folder_of, sync_folder, write_atomic};
+use super::atomic::{TEMPORARY, folder_of, removed, rename, sync_folder, write_atomic};
 use super::lock::{LOCK, Lock};
 use crate::store::Error;
 use crate::store::fault::fault;
@@ -219,19 +220,11 @@ fn is_folder(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-pub(super) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
-    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
-}
-
 /// Removes a file, link or folder, if it exists.
 fn remove_all(path: &Path) -> Result<(), Error> {
-    let removed = match path.symlink_metadata() {
-        Ok(m) if m.is_dir() => std::fs::remove_dir_all(path),
-        Ok(_) => std::fs::remove_file(path),
-        Err(e) => Err(e),
+    let remove = |m: Metadata| match m.is_dir() {
+        true => std::fs::remove_dir_all(path),
+        false => std::fs::remove_file(path),
     };
-    match removed {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
-        _ => Ok(()),
-    }
+    removed(path, path.symlink_metadata().and_then(remove))
 }

@@ -51,7 +51,8 @@ impl Batches {
             let bytes = file.metadata().map_err(told)?.len();
             let mut messages = Messages::open(BufReader::new(file), bytes)?;
             let Some(first) = messages.next()? else { return Err("it is empty".into()) };
-            let schema = first.message()?.header_as_schema().ok_or("its first message is no schema")?;
+            let schema =
+                message(&first.metadata)?.header_as_schema().ok_or("its first message is no schema")?;
             if !schema.endianness().equals_to_target_endianness() {
                 return Err("its numbers have another order of bytes".into());
             }
@@ -151,12 +152,6 @@ fn checked(
 struct Framed {
     metadata: Vec<u8>,
     body: Vec<u8>,
-}
-
-impl Framed {
-    fn message(&self) -> Result<Message<'_>, String> {
-        message(&self.metadata)
-    }
 }
 
 /// Splits a file into messages.

@@ -87,7 +87,9 @@ impl Micro {
     /// A token file that can no longer be read.
     pub fn collate(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
         let size = Size::of(dataset, rows)?;
-        let mut out = Self::sized(size.tokens, size.targets);
+        let (ids, positions) = (Vec::with_capacity(size.tokens), Vec::with_capacity(size.tokens));
+        let targets = Vec::with_capacity(size.targets);
+        let mut out = Self { ids, positions, targets, ..Self::default() };
         for row in rows {
             for i in dataset.rows.get(*row)? {
                 let Some(example) = dataset.samples.get(i as usize)? else { continue };
@@ -129,11 +131,6 @@ impl Micro {
             out.append(prompt as u32, &Example { ids, labels, ..Example::default() });
         }
         Ok(out)
-    }
-
-    fn sized(tokens: usize, targets: usize) -> Self {
-        let (ids, positions) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
-        Self { ids, positions, targets: Vec::with_capacity(targets), ..Self::default() }
     }
 
     fn append(&mut self, number: u32, example: &Example) {

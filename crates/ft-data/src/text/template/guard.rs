@@ -97,6 +97,21 @@ pub(super) struct Guarded {
     pub blocks: BTreeMap<&'static str, Instructions<'static>>,
 }
 
+/// The target of a jump, if the instruction is one; mutable for a mutable instruction.
+macro_rules! target {
+    ($i:expr) => {
+        match $i {
+            I::Iterate(t)
+            | I::Jump(t)
+            | I::JumpIfFalse(t)
+            | I::JumpIfFalseOrPop(t)
+            | I::JumpIfTrueOrPop(t)
+            | I::BuildMacro(_, t, _) => Some(t),
+            _ => None,
+        }
+    };
+}
+
 fn rewrite(
     env: &mut Environment<'static>,
     old: &Instructions<'static>,
@@ -104,8 +119,8 @@ fn rewrite(
     let all: Vec<&I<'static>> = (0..).map_while(|i| old.get(i)).collect();
     let mut targets = vec![false; all.len() + 1];
     for i in &all {
-        if let Some(t) = target(i) {
-            targets[(t as usize).min(all.len())] = true;
+        if let Some(t) = target!(i) {
+            targets[(*t as usize).min(all.len())] = true;
         }
     }
     let mut out: Vec<(I<'static>, usize)> = Vec::with_capacity(all.len() * 2);
@@ -127,7 +142,7 @@ fn rewrite(
     at.push(out.len() as u32);
     let mut new = Instructions::new(old.name(), old.source());
     for (mut i, n) in out {
-        if let Some(t) = target_mut(&mut i) {
+        if let Some(t) = target!(&mut i) {
             *t = at[(*t as usize).min(all.len())];
         }
         match (old.get_span(n as u32), old.get_line(n as u32)) {
@@ -141,30 +156,6 @@ fn rewrite(
 
 fn line(old: &Instructions<'static>, n: usize) -> usize {
     old.get_line(n as u32).unwrap_or(0)
-}
-
-fn target(i: &I<'_>) -> Option<u32> {
-    match i {
-        I::Iterate(t)
-        | I::Jump(t)
-        | I::JumpIfFalse(t)
-        | I::JumpIfFalseOrPop(t)
-        | I::JumpIfTrueOrPop(t)
-        | I::BuildMacro(_, t, _) => Some(*t),
-        _ => None,
-    }
-}
-
-fn target_mut<'a>(i: &'a mut I<'_>) -> Option<&'a mut u32> {
-    match i {
-        I::Iterate(t)
-        | I::Jump(t)
-        | I::JumpIfFalse(t)
-        | I::JumpIfFalseOrPop(t)
-        | I::JumpIfTrueOrPop(t)
-        | I::BuildMacro(_, t, _) => Some(t),
-        _ => None,
-    }
 }
 
 /// Bodies with variables of their own: of `with`, and those with captured text (`filter`, `set`).
@@ -231,6 +222,11 @@ impl Filters {
         self.filter(name, u16::try_from(arguments).ok())
     }
 
+    /// An instruction behind a check by a filter.
+    fn before(&mut self, check: &'static str, i: I<'static>) -> Vec<I<'static>> {
+        vec![I::LoadConst(Value::from(())), self.call(check, 1), I::DiscardTop, i]
+    }
+
     /// A filter; without a number of arguments it takes the number from the stack.
     fn filter(&mut self, name: &'static str, arguments: Option<u16>) -> I<'static> {
         let next = &mut self.next;
@@ -250,9 +246,6 @@ fn replaced(
     i: &I<'static>,
     constant: Option<&Value>,
 ) -> Result<Vec<I<'static>>, String> {
-    if let Some(why) = refused(i) {
-        return Err(why.into());
-    }
     // comparison with a short text constant is cheap, and the engine's rule is Python's
     let small = constant.is_some_and(|c| c.as_str().is_some_and(|s| s.len() <= NAME));
     let f = filters;
@@ -260,6 +253,15 @@ fn replaced(
         return Ok(vec![f.call(name, arguments)]);
     }
     Ok(match i {
+        I::Include(_) | I::LoadBlocks | I::ExportLocals => {
+            return Err(
+                "include, import and extends name other templates, and a chat template has none".into()
+            );
+        }
+        // the recursion of a loop is bounded by its one argument
+        I::CallFunction("loop", None) => {
+            return Err("loop(*list) is not supported: loop(items) takes one argument".into());
+        }
         // a, b becomes b, a op b; the engine does not export the type of `op`
         I::CompareAndPreserve(op) => {
             vec![I::LoadConst(Value::from(format!("{op:?}"))), f.call("ft_compare", 3), I::UnpackList(2)]
@@ -278,18 +280,9 @@ fn replaced(
         // call takes it from there
         I::UnpackLists(n) => vec![f.call("ft_arguments", *n), I::UnpackLists(1)],
         I::MergeKwargs(n) => vec![f.call("ft_keywords", *n)],
-        I::Iterate(to) => {
-            vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)]
-        }
-        I::CallFunction(name, n) => vec![
-            I::LoadConst(Value::from(())),
-            f.call("ft_tick", 1),
-            I::DiscardTop,
-            I::CallFunction(name, *n),
-        ],
-        I::Enclose(name) => {
-            vec![I::LoadConst(Value::from(())), f.call("ft_closure", 1), I::DiscardTop, I::Enclose(name)]
-        }
+        I::Iterate(to) => f.before("ft_tick", I::Iterate(*to)),
+        I::CallFunction(name, n) => f.before("ft_tick", I::CallFunction(name, *n)),
+        I::Enclose(name) => f.before("ft_closure", I::Enclose(name)),
         I::CallMethod(name, n) => vec![f.filter(operators::add_method(env, name), *n)],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         // variables set in a captured body end with it, unlike in the engine
@@ -297,18 +290,6 @@ fn replaced(
         I::EndCapture => vec![I::PopFrame, I::EndCapture],
         other => vec![copy(other)?],
     })
-}
-
-/// The reason for refusing an instruction.
-fn refused(i: &I<'_>) -> Option<&'static str> {
-    match i {
-        I::Include(_) | I::LoadBlocks | I::ExportLocals => {
-            Some("include, import and extends name other templates, and a chat template has none")
-        }
-        // the recursion of a loop is bounded by its one argument
-        I::CallFunction("loop", None) => Some("loop(*list) is not supported: loop(items) takes one argument"),
-        _ => None,
-    }
 }
 
 /// The filter in place of an operator, and the number of operands.
@@ -337,9 +318,6 @@ fn operator(i: &I<'_>) -> Option<(&'static str, usize)> {
 }
 
 /// Copies an instruction; the type is not `Clone`.
-///
-/// # Errors
-/// Unsupported instructions.
 fn copy(i: &I<'static>) -> Result<I<'static>, String> {
     Ok(match i {
         I::Swap => I::Swap,

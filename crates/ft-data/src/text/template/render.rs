@@ -147,11 +147,6 @@ impl Template {
         &self.names
     }
 
-    /// The template file.
-    pub fn origin(&self) -> &str {
-        &self.origin
-    }
-
     /// Renders a conversation. Also returns the byte ranges marked by `{% generation %}`.
     pub fn render(
         &self,
@@ -214,7 +209,8 @@ impl Template {
         Ok((text, spans))
     }
 
-    fn fail(&self, line: usize, message: impl Into<String>) -> Error {
+    /// An error at a line of the template; 0 if unknown.
+    pub fn fail(&self, line: usize, message: impl Into<String>) -> Error {
         Error::Template { origin: self.origin.clone(), line, message: message.into() }
     }
 

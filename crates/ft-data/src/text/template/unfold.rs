@@ -107,11 +107,7 @@ impl Literals {
                     "arguments of a call are in this order: values, one *list, names = values, one **map";
                 self.refused.get_or_insert((e.span().start_line as usize, why.into()));
             }
-            match arg {
-                CallArg::Pos(e) | CallArg::Kwarg(_, e) | CallArg::PosSplat(e) | CallArg::KwargSplat(e) => {
-                    self.expr(e)
-                }
-            }
+            self.expr(e);
         }
     }
 

@@ -2,13 +2,13 @@
 
 use super::config::PeftConfig;
 use super::format::{BASE_QUANTIZE, LABELS, PREFIX, current, scale};
-use crate::adapters::{Choice, Error, Part, Selection, Trained};
+use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, SCORE};
 use candle_core::{DType, Device, Tensor};
 use ft_recipe::{Quantize, numbered};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -279,8 +279,7 @@ impl Adapter {
             self.find(t)?;
             known.extend(Self::keys(t));
         }
-        let loras = selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Lora { .. }));
-        for (m, _) in loras.filter(|(m, _)| !matches!(m.kind, Kind::Embedding { .. })) {
+        for (m, _) in selection.loras().filter(|(m, _)| !matches!(m.kind, Kind::Embedding { .. })) {
             // Plain LoRA in an adapter with DoRA: see check_neutral.
             known.extend(Self::magnitude_keys(&m.name));
         }
@@ -302,18 +301,14 @@ impl Adapter {
                 ))
                 .into());
         }
-        let mut halves: HashMap<&str, (bool, bool)> = HashMap::new();
+        let mut halves: BTreeMap<&str, [bool; 2]> = BTreeMap::new();
         let shares = |t: &Trained| {
             t.fused.as_ref().and_then(|f| f.parameter.slice.as_ref()).is_some_and(|s| s.a_of.is_some())
         };
         for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B) && !shares(t)) {
-            let half = halves.entry(&t.module).or_default();
-            let held = self.find(t)?.is_some();
-            *(if t.part == Part::A { &mut half.0 } else { &mut half.1 }) = held;
+            halves.entry(&t.module).or_default()[usize::from(t.part == Part::B)] = self.find(t)?.is_some();
         }
-        let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
-        torn.sort_unstable();
-        if let Some(m) = torn.first() {
+        if let Some((m, _)) = halves.iter().find(|(_, [a, b])| a != b) {
             return Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into());
         }
         self.check_scales(selection, trained)
@@ -331,8 +326,7 @@ impl Adapter {
                 held.insert(t.module.as_str());
             }
         }
-        for (m, choice) in selection.modules.iter().filter(|(m, _)| held.contains(m.name.as_str())) {
-            let Choice::Lora { spec: own, .. } = choice else { continue };
+        for (m, own) in selection.loras().filter(|(m, _)| held.contains(m.name.as_str())) {
             let theirs = self.config.spec_of(m);
             let scales = [scale(own), scale(&theirs)];
             if (scales[0] - scales[1]).abs() > SCALE * scales[1].abs() {

@@ -121,8 +121,10 @@ pub struct PeftConfig {
     pub file: String,
     base: Option<String>,
     revision: Option<String>,
-    targets: Targets,
-    parameters: Vec<String>,
+    /// Modules with LoRA.
+    pub(super) targets: Targets,
+    /// Parameters with LoRA, by suffixes of their names.
+    pub(super) parameters: Vec<String>,
     saves: Vec<String>,
     spec: LoraSpec,
     ranks: Patterns<usize>,
@@ -180,16 +182,6 @@ impl PeftConfig {
     /// Base model of the adapter, and the revision on the hub.
     pub fn base(&self) -> Option<(&str, Option<&str>)> {
         Some((self.base.as_deref()?, self.revision.as_deref()))
-    }
-
-    /// Modules with LoRA.
-    pub fn targets(&self) -> &Targets {
-        &self.targets
-    }
-
-    /// Parameters with LoRA, by suffixes of their names.
-    pub fn parameters(&self) -> &[String] {
-        &self.parameters
     }
 
     /// Whether `target_parameters` includes a parameter.
@@ -307,17 +299,14 @@ impl<'a> Keys<'a> {
     /// Checks `init_lora_weights`. A and B are read from the file, but PEFT initializes them first, and
     /// some methods modify the base.
     fn init(&self) -> Result<(), Error> {
-        let v = match self.get("init_lora_weights") {
-            None | Some(Value::Bool(_)) => return Ok(()),
-            Some(v) => v,
-        };
+        let Some(v) = self.get("init_lora_weights").filter(|v| !v.is_boolean()) else { return Ok(()) };
         let word = v.as_str().unwrap_or_default().to_lowercase();
+        let changes_base = |w: &str| {
+            ["olora", "loftq", "lora_ga"].contains(&w) || w.starts_with("pissa") || w.starts_with("corda")
+        };
         let why = match word.as_str() {
             "gaussian" | "eva" | "orthogonal" => return Ok(()),
-            "olora" | "loftq" | "corda" | "lora_ga" => {
-                format!("it changes the base too, and is not built\n  hint: {CONVERT}")
-            }
-            w if w.starts_with("pissa") || w.starts_with("corda") => {
+            w if changes_base(w) => {
                 format!("it changes the base too, and is not built\n  hint: {CONVERT}")
             }
             "mica" => format!("it freezes B, and is not built\n  hint: {MERGE}"),
@@ -347,34 +336,25 @@ impl<'a> Keys<'a> {
     }
 
     fn rank(&self, key: &str, v: &Value) -> Result<usize, Error> {
-        match v.as_u64().filter(|r| (1..=RANK).contains(r)) {
-            Some(r) => Ok(r as usize),
-            None => Err(self.wanted(key, v, &format!("a whole number from 1 to {RANK}"))),
-        }
+        let rank = v.as_u64().filter(|r| (1..=RANK).contains(r)).map(|r| r as usize);
+        rank.ok_or_else(|| self.wanted(key, v, &format!("a whole number from 1 to {RANK}")))
     }
 
     fn alpha(&self, key: &str, v: &Value) -> Result<f64, Error> {
-        match v.as_f64().filter(|a| ALPHA.contains(&a.abs())) {
-            Some(a) => Ok(a),
-            None => Err(self.wanted(key, v, "a number of a size from 1e-12 to 1e12")),
-        }
+        let alpha = v.as_f64().filter(|a| ALPHA.contains(&a.abs()));
+        alpha.ok_or_else(|| self.wanted(key, v, "a number of a size from 1e-12 to 1e12"))
     }
 
     fn dropout(&self, v: &Value) -> Result<f64, Error> {
-        match v.as_f64().filter(|p| (0.0..1.0).contains(p)) {
-            Some(p) => Ok(p),
-            None => Err(self.wanted("lora_dropout", v, "a number from 0 to below 1")),
-        }
+        let dropout = v.as_f64().filter(|p| (0.0..1.0).contains(p));
+        dropout.ok_or_else(|| self.wanted("lora_dropout", v, "a number from 0 to below 1"))
     }
 
     /// A list of strings.
     fn list(&self, key: &str) -> Result<Option<Vec<String>>, Error> {
         let Some(v) = self.get(key) else { return Ok(None) };
         let names = |l: &Vec<Value>| l.iter().map(|s| s.as_str().map(str::to_string)).collect();
-        match v.as_array().and_then(names) {
-            Some(list) => Ok(Some(list)),
-            None => Err(self.wanted(key, v, "a list of names")),
-        }
+        v.as_array().and_then(names).map(Some).ok_or_else(|| self.wanted(key, v, "a list of names"))
     }
 
     /// `trainable_token_indices`: a list for the embedding, or lists by module.
@@ -397,8 +377,9 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// Regular expression anchored at both ends.
     fn regex(&self, key: &str, pattern: &str) -> Result<Regex, Error> {
-        self.compiled(key, pattern, whole(pattern))
+        self.compiled(key, pattern, Regex::new(&format!("^(?:{pattern})$")))
     }
 
     fn compiled(&self, key: &str, pattern: &str, r: Result<Regex, regex::Error>) -> Result<Regex, Error> {
@@ -467,10 +448,9 @@ impl<'a> Keys<'a> {
             Value::Array(l) => l.iter().map(Value::as_u64).collect(),
             v => v.as_u64().map(|n| HashSet::from([n])),
         };
-        match numbers {
-            Some(n) => Ok(Some(n).filter(|n| !n.is_empty())),
-            None => Err(self.wanted(key, v, "a list of layers, from 0,")),
-        }
+        let numbers: HashSet<u64> =
+            numbers.ok_or_else(|| self.wanted(key, v, "a list of layers, from 0,"))?;
+        Ok(Some(numbers).filter(|n| !n.is_empty()))
     }
 
     /// `rank_pattern` or `alpha_pattern`: values by regular expressions on suffixes of module names.
@@ -574,9 +554,4 @@ impl Targets {
             }
         }
     }
-}
-
-/// Regular expression anchored at both ends.
-fn whole(pattern: &str) -> Result<Regex, regex::Error> {
-    Regex::new(&format!("^(?:{pattern})$"))
 }

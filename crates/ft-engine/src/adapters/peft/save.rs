@@ -3,7 +3,7 @@
 use super::format::{PREFIX, current, metadata};
 use super::fused::FusedTensors;
 use super::write::{DROPOUT, config_json};
-use crate::adapters::{Choice, Error, Selection, Trained};
+use crate::adapters::{Error, Selection, Trained};
 use crate::model::Decoder;
 use crate::model::linear::Linear;
 use crate::model::modules::{Group, Kind, Module};
@@ -65,18 +65,14 @@ pub fn save(
 
 /// A dropout of LoRA on linears other than the one in the config, if there is any. PEFT applies none to embeddings.
 fn other_dropout(selection: &Selection, config: &Value) -> Option<f64> {
-    let mut dropouts = selection.modules.iter().filter_map(|(m, c)| match c {
-        Choice::Lora { spec, .. } if !matches!(m.kind, Kind::Embedding { .. }) => Some(spec.dropout),
-        _ => None,
-    });
-    dropouts.find(|p| config[DROPOUT].as_f64() != Some(*p))
+    let linears = selection.loras().filter(|(m, _)| !matches!(m.kind, Kind::Embedding { .. }));
+    linears.map(|(_, spec)| spec.dropout).find(|p| config[DROPOUT].as_f64() != Some(*p))
 }
 
 /// Whether [`neutral`] magnitudes are needed: PEFT's DoRA switch applies to the whole adapter, so plain
 /// LoRA modules need one too.
 pub fn needs_neutral(selection: &Selection) -> bool {
-    let dora = |(_, c): &(_, Choice)| matches!(c, Choice::Lora { spec, .. } if spec.dora);
-    selection.modules.iter().any(dora) && plain_lora(selection).next().is_some()
+    selection.loras().any(|(_, spec)| spec.dora) && plain_lora(selection).next().is_some()
 }
 
 /// DoRA magnitudes without effect for the plain LoRA modules of a unit that `has` takes, by file key.
@@ -114,11 +110,7 @@ pub fn neutral(
 
 /// Modules with LoRA but without DoRA.
 fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
-    selection
-        .modules
-        .iter()
-        .filter(|(_, c)| matches!(c, Choice::Lora { spec, .. } if !spec.dora))
-        .map(|(m, _)| m)
+    selection.loras().filter(|(_, spec)| !spec.dora).map(|(m, _)| m)
 }
 
 #[cfg(test)]

@@ -20,12 +20,12 @@ impl Selection {
     /// Selection described by a PEFT adapter's config.
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
-        let targets = peft.targets();
+        let targets = &peft.targets;
         let named = |target: &&String| {
             let is = |p: &Arc<Parameter>| is_suffix(&current(&p.name), target) || is_suffix(&p.name, target);
             s.modules.iter().any(|(m, _)| m.parameter.as_ref().is_some_and(is))
         };
-        if let Some(other) = peft.parameters().iter().find(|t| !named(t)) {
+        if let Some(other) = peft.parameters.iter().find(|t| !named(t)) {
             let why = format!(
                 "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: merge it into its base with \
                  PEFT (merge_and_unload), and name the merged model in model.source",

@@ -17,14 +17,7 @@ pub(super) const DROPOUT: &str = "lora_dropout";
 /// only some modules use rsLoRA, `use_rslora` is false and their alpha is adjusted so that `alpha / rank`
 /// yields the correct scale.
 pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) -> Value {
-    let loras: Vec<(&Module, LoraSpec)> = selection
-        .modules
-        .iter()
-        .filter_map(|(m, c)| match c {
-            Choice::Lora { spec, .. } => Some((m, *spec)),
-            _ => None,
-        })
-        .collect();
+    let loras: Vec<(&Module, LoraSpec)> = selection.loras().map(|(m, spec)| (m, *spec)).collect();
     let rslora = loras.iter().all(|(_, s)| s.rslora) && !loras.is_empty();
     // Alpha for PEFT to arrive at our scale.
     let alpha = |s: &LoraSpec| if s.rslora && !rslora { scale(s) * s.rank as f64 } else { s.alpha };

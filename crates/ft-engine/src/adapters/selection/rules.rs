@@ -7,7 +7,7 @@ use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
 use ft_recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 impl Selection {
     /// Applies a recipe's rules in order; later rules override earlier ones.
@@ -27,24 +27,15 @@ impl Selection {
             }
         }
         s.tokens_alone()?;
-        s.fused_alike().map_err(|c| {
-            rule_error(rules, c.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0), c.why)
-        })?;
-        if let Some(at) = s.bare_beside_others() {
-            let why = format!(
-                "{} has no place in an adapter, and trains in full only with the whole model\n  hint: modules = \
-                 [\"/.*/\"] with method = \"full\", or leave it out",
-                s.modules[at].0.name
-            );
-            return Err(rule_error(rules, chosen_by[at].unwrap_or(0), why));
-        }
         let head = s.modules.iter().position(|(m, _)| m.is_score()).and_then(|at| chosen_by[at]);
-        s.train_scores(head.is_some()).map_err(|why| rule_error(rules, head.unwrap_or(0), why))?;
-        s.one_switch().and_then(|()| s.tie()).map_err(|conflict| {
+        let refused = |c: Conflict| {
             // the later of both rules completes the conflict
-            let rule = conflict.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0);
-            rule_error(rules, rule, conflict.why)
-        })?;
+            let rule = c.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0);
+            rule_error(rules, rule, c.why)
+        };
+        s.fused_alike().and_then(|()| s.bare_alone()).map_err(refused)?;
+        s.train_scores(head.is_some()).map_err(|why| rule_error(rules, head.unwrap_or(0), why))?;
+        s.one_switch().and_then(|()| s.tie()).map_err(refused)?;
         Ok(s)
     }
 
@@ -114,13 +105,12 @@ impl Selection {
     /// Refuses plain LoRA on the embedding combined with DoRA elsewhere. PEFT's DoRA switch applies to the
     /// whole adapter: plain LoRA then needs neutral magnitudes, and none exists for the embedding.
     fn one_switch(&self) -> Result<(), Conflict> {
-        let lora = |c: &Choice| match c {
-            Choice::Lora { spec, .. } => Some(spec.dora),
-            _ => None,
+        let first = |dora: bool, of: &dyn Fn(&Module) -> bool| {
+            let is = |c: &Choice| matches!(c, Choice::Lora { spec, .. } if spec.dora == dora);
+            self.modules.iter().position(|(m, c)| is(c) && of(m))
         };
-        let dora = self.modules.iter().position(|(_, c)| lora(c) == Some(true));
-        let whole = |(m, c): &(Module, Choice)| m.parameter.is_some() && lora(c) == Some(false);
-        if let (Some(dora), Some(parameter)) = (dora, self.modules.iter().position(whole)) {
+        let Some(dora) = first(true, &|_| true) else { return Ok(()) };
+        if let Some(parameter) = first(false, &|m| m.parameter.is_some()) {
             let why = format!(
                 "LoRA on {} beside DoRA on others: PEFT adapts it as a parameter, without DoRA in the whole adapter\n  \
                  hint: dora = false in all rules, or leave experts and routers out",
@@ -128,10 +118,7 @@ impl Selection {
             );
             return Err(Conflict { modules: [dora, parameter], why });
         }
-        let plain = |(m, c): &(Module, Choice)| m.group == Group::Embedding && lora(c) == Some(false);
-        let (Some(dora), Some(embedding)) = (dora, self.modules.iter().position(plain)) else {
-            return Ok(());
-        };
+        let Some(embedding) = first(false, &|m| m.group == Group::Embedding) else { return Ok(()) };
         let why = format!(
             "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
              with method = \"full\"",
@@ -167,10 +154,18 @@ impl Selection {
         Ok(())
     }
 
-    /// A bare parameter that trains although not everything does.
-    fn bare_beside_others(&self) -> Option<usize> {
+    /// Refuses a bare parameter that trains although not everything does.
+    fn bare_alone(&self) -> Result<(), Conflict> {
         let trains = |(m, c): &(Module, Choice)| m.is_bare() && *c != Choice::Freeze;
-        if self.everything_full() { None } else { self.modules.iter().position(trains) }
+        let Some(at) = self.modules.iter().position(trains).filter(|_| !self.everything_full()) else {
+            return Ok(());
+        };
+        let why = format!(
+            "{} has no place in an adapter, and trains in full only with the whole model\n  hint: modules = \
+             [\"/.*/\"] with method = \"full\", or leave it out",
+            self.modules[at].0.name
+        );
+        Err(Conflict { modules: [at, at], why })
     }
 
     /// Makes a tied head and embedding train in full together.
@@ -200,9 +195,7 @@ impl Selection {
 
     /// Available groups, names, layers and experts, for error messages.
     fn inventory(&self, config: &Config) -> String {
-        let mut groups: Vec<Group> = self.modules.iter().map(|(m, _)| m.group).collect();
-        groups.sort();
-        groups.dedup();
+        let groups: BTreeSet<Group> = self.modules.iter().map(|(m, _)| m.group).collect();
         let mut last: Vec<&str> = Vec::new();
         for (m, _) in &self.modules {
             if !last.contains(&m.last()) {

@@ -5,6 +5,7 @@ use super::tokens::Tokens;
 use super::trained::{Fused, Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, constants, modules};
+use ft_recipe::LoraSpec;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -143,6 +144,14 @@ impl Selection {
             }
         }
         out
+    }
+
+    /// Modules with LoRA.
+    pub fn loras(&self) -> impl Iterator<Item = (&Module, &LoraSpec)> {
+        self.modules.iter().filter_map(|(m, c)| match c {
+            Choice::Lora { spec, .. } => Some((m, spec)),
+            _ => None,
+        })
     }
 
     /// Training method of a module, by name.

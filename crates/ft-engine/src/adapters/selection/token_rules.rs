@@ -73,11 +73,9 @@ impl Selection {
             if id as usize >= vocab {
                 let rows = id as usize + named.list.len();
                 return Err(named.fail(format!(
-                    "tokens: {token} is token {id}, and the embedding has {vocab} rows\n  hint: make the \
-                    model larger first, \
-                     with transformers: model.resize_token_embeddings({rows}) and save_pretrained, its \
-                     tokenizer beside it, \
-                     and name that folder in model.source"
+                    "tokens: {token} is token {id}, and the embedding has {vocab} rows\n  hint: make the model larger \
+                     first, with transformers: model.resize_token_embeddings({rows}) and save_pretrained, its \
+                     tokenizer beside it, and name that folder in model.source"
                 )));
             }
             if let Some(other) = seen.insert(id, token) {

@@ -57,9 +57,8 @@ pub(crate) fn has_rows(m: &Module) -> bool {
 /// Error for token rows of a module that another rule trains too.
 pub(crate) fn trains_twice(m: &Module) -> String {
     format!(
-        "{} trains otherwise too, and rows of new tokens train alone\n  hint: leave the embedding and \
-        the head out of the \
-         other rules, or train them without new_tokens",
+        "{} trains otherwise too, and rows of new tokens train alone\n  hint: leave the embedding and the head \
+         out of the other rules, or train them without new_tokens",
         m.name
     )
 }

@@ -86,7 +86,8 @@ pub struct TrainedPart<'a> {
     /// Shape, of which the first `rank` entries are used.
     pub(super) dims: [usize; 3],
     pub(super) rank: usize,
-    pub(super) lr_scale: f64,
+    /// Factor on the learning rate.
+    pub lr_scale: f64,
     pub(super) matrix: bool,
 }
 
@@ -104,11 +105,6 @@ impl TrainedPart<'_> {
     /// Length of the tensor's name in checkpoints, in bytes.
     pub fn name_bytes(&self) -> usize {
         tensor_name(self.module, self.part).len()
-    }
-
-    /// Factor on the learning rate.
-    pub fn lr_scale(&self) -> f64 {
-        self.lr_scale
     }
 }
 

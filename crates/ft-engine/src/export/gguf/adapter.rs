@@ -5,11 +5,11 @@
 //! experts with a common rank, zeros for those without LoRA.
 
 use super::changes::Change;
-use super::entries::{Entry, Keys, file_type};
-use super::error::{Error, refuse};
+use super::entries::{Keys, file_type};
 use super::names::{MappedTensor, architecture, map_tensors};
+use super::{Error, refuse};
 use crate::adapters::{Adapter, Choice, Part, Selection, Trained, peft};
-use crate::files::{GgufValue, write_gguf};
+use crate::files::{Entry, GgufValue, write_gguf};
 use crate::model::Config;
 use crate::model::modules::{Group, Module};
 use candle_core::{DType, Device, Tensor};
@@ -88,10 +88,8 @@ struct Source<'a> {
 impl<'a> Source<'a> {
     fn new(adapter: &'a Adapter, selection: &'a Selection, trained: &'a [Trained]) -> Self {
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
-        for (_, c) in &selection.modules {
-            if let Choice::Lora { spec, .. } = c {
-                *counts.entry((peft::scale(spec) * spec.rank as f64).to_bits()).or_default() += 1;
-            }
+        for (_, spec) in selection.loras() {
+            *counts.entry((peft::scale(spec) * spec.rank as f64).to_bits()).or_default() += 1;
         }
         let alpha = counts.iter().max_by_key(|(_, n)| **n).map_or(0.0, |(bits, _)| f64::from_bits(*bits));
         Self {

@@ -1,6 +1,6 @@
 //! Configs that llama.cpp interprets differently or cannot load.
 
-use super::error::{Error, refuse};
+use super::{Error, refuse};
 use crate::model::rope::Scaling;
 use crate::model::{Config, Delta, KeySource, LayerAttention};
 use ft_kernels::swiglu::Activation;

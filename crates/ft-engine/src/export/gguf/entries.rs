@@ -1,13 +1,10 @@
-//! Keys and tensor entries of a GGUF file.
+//! Keys and types of a GGUF file.
 
 use crate::files::GgufValue;
 use candle_core::DType;
 
 /// Keys and values, in the order of the file.
 pub(super) type Keys = Vec<(String, GgufValue)>;
-
-/// Name, dtype and shape of a tensor.
-pub(super) type Entry = (String, DType, Vec<usize>);
 
 /// Stands for MXFP4, in bytes.
 pub(super) const MXFP4: DType = DType::U8;

@@ -2,8 +2,8 @@
 
 use super::checks::{check, interval};
 use super::entries::Keys;
-use super::error::{Error, refuse};
 use super::names::architecture;
+use super::{Error, refuse};
 use crate::files::GgufValue;
 use crate::model::rope::{Rope, Scaling};
 use crate::model::{Config, LayerAttention};
@@ -23,6 +23,14 @@ pub(super) fn context(config: &Config) -> usize {
     windows.fold(config.max_positions, usize::min)
 }
 
+fn size(n: usize) -> GgufValue {
+    GgufValue::U32(n as u32)
+}
+
+fn number(x: f64) -> GgufValue {
+    GgufValue::F32(x as f32)
+}
+
 /// Divisors of the rotary frequencies, by the name of their tensor.
 pub(super) type Divisors = Vec<(&'static str, Vec<f32>)>;
 
@@ -35,8 +43,6 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Divisors), Error> {
     check(config, arch)?;
     let mut keys = Keys::new();
     let mut put = |key: &str, value| keys.push((format!("{arch}.{key}"), value));
-    let size = |n: usize| GgufValue::U32(n as u32);
-    let number = |x: f64| GgufValue::F32(x as f32);
     put("block_count", size(config.layers));
     put("context_length", size(context(config)));
     put("embedding_length", size(config.hidden));
@@ -80,8 +86,6 @@ const ROPE: &str = "rope_freqs.weight";
 
 /// Keys of the scaling of the rotary embedding; returns the divisors of the frequencies, if it is stored as these.
 fn of_scaling(rope: &Rope, arch: &str, put: &mut impl FnMut(&str, GgufValue)) -> Result<Divisors, Error> {
-    let size = |n: usize| GgufValue::U32(n as u32);
-    let number = |x: f64| GgufValue::F32(x as f32);
     match &rope.scaling {
         Scaling::Default => {}
         Scaling::Linear { factor } => {
@@ -144,7 +148,6 @@ fn divisors(rope: &Rope) -> Vec<f32> {
 /// Keys of linear attention.
 fn of_linear_attention(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
     let Some(delta) = &config.delta else { return };
-    let size = |n: usize| GgufValue::U32(n as u32);
     put("ssm.conv_kernel", size(delta.taps));
     put("ssm.state_size", size(delta.heads.key_dim));
     put("ssm.group_count", size(delta.heads.keys));
@@ -165,7 +168,6 @@ fn of_linear_attention(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
 
 /// Keys of layers that differ as Gemma 4's do.
 fn of_layers(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
-    let size = |n: usize| GgufValue::U32(n as u32);
     let list =
         |of: &dyn Fn(usize) -> usize| GgufValue::I32s((0..config.layers).map(|l| of(l) as i32).collect());
     let sliding = |a: &LayerAttention| a.window.is_some();
@@ -184,11 +186,11 @@ fn of_layers(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
     put("attention.shared_kv_layers", size(shared));
     put("embedding_length_per_layer_input", size(config.layer_inputs.map_or(0, |i| i.width)));
     if let Some(rope) = config.ropes.get(1) {
-        put("rope.freq_base_swa", GgufValue::F32(rope.theta as f32));
+        put("rope.freq_base_swa", number(rope.theta));
         put("rope.dimension_count_swa", size(rope.dim));
     }
     if let Some(cap) = config.logit_cap {
-        put("final_logit_softcapping", GgufValue::F32(cap as f32));
+        put("final_logit_softcapping", number(cap));
     }
 }
 
@@ -204,13 +206,13 @@ pub(super) fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Valu
 
 /// Keys of the settings in `generation_config.json`, whatever its `do_sample`: as llama.cpp's conversion writes them.
 pub(super) fn of_sampling(file: &Map<String, Value>) -> Keys {
-    let number = |key: &str| file.get(key).and_then(Value::as_f64).map(|x| GgufValue::F32(x as f32));
+    let float = |key: &str| file.get(key).and_then(Value::as_f64).map(number);
     let top_k = file.get("top_k").and_then(Value::as_i64).and_then(|k| i32::try_from(k).ok());
     let all = [
         ("top_k", top_k.map(GgufValue::I32)),
-        ("top_p", number("top_p")),
-        ("min_p", number("min_p")),
-        ("temp", number("temperature")),
+        ("top_p", float("top_p")),
+        ("min_p", float("min_p")),
+        ("temp", float("temperature")),
     ];
     all.into_iter().filter_map(|(key, value)| Some((format!("general.sampling.{key}"), value?))).collect()
 }

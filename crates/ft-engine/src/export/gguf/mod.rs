@@ -7,13 +7,16 @@ mod adapter;
 mod changes;
 mod checks;
 mod entries;
-mod error;
 mod keys;
 mod model;
 mod mxfp4;
 mod names;
 mod tokenizer;
 
+pub use crate::load::Error;
 pub use adapter::write_adapter;
-pub use error::Error;
 pub use model::write_model;
+
+fn refuse<T>(place: impl Into<String>, why: impl Into<String>) -> Result<T, Error> {
+    Err(Error { place: place.into(), why: why.into() })
+}

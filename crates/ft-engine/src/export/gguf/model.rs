@@ -1,10 +1,9 @@
 //! Writes a model as a GGUF file, one tensor at a time.
 
-use super::entries::{Entry, Keys, MXFP4, file_type};
-use super::error::{Error, refuse};
+use super::entries::{Keys, MXFP4, file_type};
 use super::names::{MappedTensor, architecture, map_tensors};
-use super::{keys, mxfp4, tokenizer};
-use crate::files::{GgufValue, write_gguf};
+use super::{Error, keys, mxfp4, refuse, tokenizer};
+use crate::files::{Entry, GgufValue, write_gguf};
 use crate::load::Base;
 use crate::model::modules::Module;
 use crate::quant::{CodeTables, MXFP4_BLOCK};

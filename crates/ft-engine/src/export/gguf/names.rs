@@ -1,7 +1,7 @@
 //! llama.cpp's tensor names for a model's modules.
 
 use super::changes::{Change, alternate, in_turns, neighbors, parts};
-use super::error::{Error, refuse};
+use super::{Error, refuse};
 use crate::model::Config;
 use crate::model::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree};
 

@@ -15,8 +15,9 @@ use safetensors::Dtype;
 
 pub use views::SplitTensor;
 
+use super::convert::{Load, Scales};
 use super::mxfp4::{self, MXFP4_BLOCK};
-use super::{Error, convert, header};
+use super::{Error, header, wrong};
 use ft_base::store::hash::{self, StreamHasher};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
 use ft_kernels::cpu;
@@ -221,12 +222,12 @@ impl TensorFiles {
     /// A dtype that tensors in memory lack; otherwise as [`TensorFiles::read`].
     pub fn untouched(&self, name: &str) -> Result<Tensor, Error> {
         let info = self.get(name)?;
-        let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
         let dtype = match self.dtype_of(name)? {
             DType::F8E4M3 => DType::U8,
             dtype => dtype,
         };
-        Tensor::from_raw_buffer(&self.read(name)?, dtype, &info.shape, &Device::Cpu).map_err(wrong)
+        Tensor::from_raw_buffer(&self.read(name)?, dtype, &info.shape, &Device::Cpu)
+            .map_err(|e| wrong(name, e))
     }
 
     /// Dtype in memory of a tensor that is read as it is.
@@ -253,7 +254,7 @@ impl TensorFiles {
 
     /// Total size of the tensors in bytes.
     pub fn total_bytes(&self) -> u64 {
-        self.names().filter_map(|n| self.info(n)).map(TensorInfo::bytes).sum()
+        self.tensors.values().map(TensorInfo::bytes).sum()
     }
 
     /// Whether there are no tensors.
@@ -274,6 +275,11 @@ impl TensorFiles {
     /// The open files, sorted by name.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|(path, _)| path.as_path())
+    }
+
+    /// Folder of the files, for messages.
+    pub fn folder(&self) -> String {
+        self.paths().next().and_then(Path::parent).map_or(String::new(), |p| p.display().to_string())
     }
 
     /// Starts hashing files while tensors are read, except files with a cached hash.
@@ -328,8 +334,7 @@ impl TensorFiles {
     pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor, Error> {
         let info = self.get(name)?;
         let flat = self.part(name, 0..info.elements(), dtype, device)?;
-        let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
-        flat.reshape(info.shape.as_slice()).map_err(wrong)
+        flat.reshape(info.shape.as_slice()).map_err(|e| wrong(name, e))
     }
 
     /// Like [`TensorFiles::tensor`], for a range of elements, as a flat tensor. Reads only these elements.
@@ -345,32 +350,18 @@ impl TensorFiles {
     ) -> Result<Tensor, Error> {
         let info = self.get(name)?;
         info.check_range(name, &elements, info.elements())?;
-        let path = &self.files[info.file].0;
-        if let Some(scale) = self.scales.get(name) {
-            let (of, all) = (&scale.info, 0..scale.info.elements());
-            let scales = convert::tensor(
-                path,
-                &scale.name,
-                of.dtype,
-                (&of.shape, all),
-                DType::F32,
-                &Device::Cpu,
-                &|offset, buffer| self.fill(&scale.name, of, offset, buffer),
-            )?;
-            let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
-            let scales = convert::Scales {
-                values: scales.to_vec1().map_err(wrong)?,
-                width: of.shape[1],
-                block: scale.block,
-            };
-            let place = (info.shape.as_slice(), elements);
-            return convert::scaled(path, name, place, &scales, dtype, device, &|offset, buffer| {
-                self.fill(name, info, offset, buffer)
-            });
-        }
-        convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
-            self.fill(name, info, offset, buffer)
-        })
+        let (path, shape) = (self.files[info.file].0.as_path(), info.shape.as_slice());
+        let fetch = |offset, buffer: &mut [u8]| self.fill(name, info, offset, buffer);
+        let load = Load { path, name, shape, elements, device, fetch: &fetch };
+        let Some(Scale { name: scale, info: of, block }) = self.scales.get(name) else {
+            return load.tensor(info.dtype, dtype);
+        };
+        let (shape, elements) = (of.shape.as_slice(), 0..of.elements());
+        let fetch = |offset, buffer: &mut [u8]| self.fill(scale, of, offset, buffer);
+        let scales = Load { path, name: scale, shape, elements, device: &Device::Cpu, fetch: &fetch }
+            .tensor(of.dtype, DType::F32)?;
+        let values = scales.to_vec1().map_err(|e| wrong(name, e))?;
+        load.scaled(&Scales { values, width: shape[1], block: *block }, dtype)
     }
 
     /// The raw bytes of a byte range of a tensor.

@@ -65,33 +65,32 @@ impl TensorFiles {
     }
 
     /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is then no tensor of
-    /// its own. Returns whether both are there, with matching shapes.
-    pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) -> bool {
-        let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return false };
+    /// its own. Nothing happens unless both are there, with matching shapes.
+    pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) {
+        let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return };
         let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
         let fits = match (of.shape.as_slice(), info.shape.as_slice()) {
             (&[o, i], &[so, si]) => [so, si] == [o.div_ceil(block[0]), i.div_ceil(block[1])],
             _ => false,
         };
         if of.dtype != Dtype::F8_E4M3 || !number || !fits {
-            return false;
+            return;
         }
         if let Some(info) = self.tensors.remove(scale) {
             self.scales.insert(name.to_string(), Scale { name: scale.to_string(), info, block });
         }
-        true
     }
 
     /// Presents the MXFP4 tensors `blocks` `[o, i / 32, 16]` and `scales` `[o, i / 32]`, u8, as the matrix `name`
-    /// `[o, i]` in BF16, which has every value. Returns whether both are there, with matching shapes.
-    pub fn decode(&mut self, name: &str, [blocks, scales]: [&str; 2]) -> bool {
+    /// `[o, i]` in BF16, which has every value. Nothing happens unless both are there, with matching shapes.
+    pub fn decode(&mut self, name: &str, [blocks, scales]: [&str; 2]) {
         let [of_blocks, of_scales] = [blocks, scales].map(|n| self.tensors.get(n).cloned());
-        let (Some(of_blocks), Some(of_scales)) = (of_blocks, of_scales) else { return false };
+        let (Some(of_blocks), Some(of_scales)) = (of_blocks, of_scales) else { return };
         let (&[o, n, half], true) = (of_blocks.shape.as_slice(), of_scales.dtype == Dtype::U8) else {
-            return false;
+            return;
         };
         if of_blocks.dtype != Dtype::U8 || 2 * half != MXFP4_BLOCK || of_scales.shape != [o, n] {
-            return false;
+            return;
         }
         let shape = vec![o, n * MXFP4_BLOCK];
         let bytes = (2 * shape[0] * shape[1]) as u64;
@@ -100,7 +99,6 @@ impl TensorFiles {
         self.tensors.insert(name.to_string(), info);
         let parts = [(blocks.to_string(), of_blocks), (scales.to_string(), of_scales)];
         self.decoded.insert(name.to_string(), parts);
-        true
     }
 
     /// Whether a tensor is in 8 bits, with scales.

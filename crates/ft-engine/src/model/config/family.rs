@@ -311,17 +311,9 @@ pub const FAMILIES: &[Family] = &[
         experts: Some(Experts {
             block: "block_sparse_moe",
             names: ["w1", "w3", "w2"],
-            joint: None,
-            bias: false,
-            router: "gate",
             count_key: "num_local_experts",
             width_key: "intermediate_size",
-            dense_layers: false,
-            always_normalise: true,
-            fused: false,
-            top_k_key: TOP_K,
-            shared_key: None,
-            beside: None,
+            ..EXPERTS
         }),
         ..DENSE
     },
@@ -432,12 +424,8 @@ pub const FAMILIES: &[Family] = &[
             router: "router",
             count_key: "num_local_experts",
             width_key: "intermediate_size",
-            dense_layers: false,
-            always_normalise: true,
             fused: true,
-            top_k_key: TOP_K,
-            shared_key: None,
-            beside: None,
+            ..EXPERTS
         }),
         ..DENSE
     },
@@ -479,15 +467,9 @@ pub const FAMILIES: &[Family] = &[
             block: "",
             names: ["gate_up_proj", "", "down_proj"],
             joint: Some(JointExperts { order: Joint::Halves, transposed: false }),
-            bias: false,
             router: "router.proj",
-            count_key: "num_experts",
-            width_key: "moe_intermediate_size",
-            dense_layers: false,
-            always_normalise: true,
             fused: true,
             top_k_key: "top_k_experts",
-            shared_key: None,
             beside: Some(Beside {
                 switch: "enable_moe_block",
                 dense: ["pre_feedforward_layernorm", "post_feedforward_layernorm_1"],
@@ -495,6 +477,7 @@ pub const FAMILIES: &[Family] = &[
                 factors: "router.per_expert_scale",
                 experts: ["pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"],
             }),
+            ..EXPERTS
         }),
         ..DENSE
     },
@@ -509,7 +492,7 @@ pub const FAMILIES: &[Family] = &[
         model_type: "qwen3_5_moe_text",
         architecture: "Qwen3_5MoeForCausalLM",
         nested: Some(("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")),
-        experts: Some(Experts { dense_layers: false, always_normalise: true, fused: true, ..QWEN_EXPERTS }),
+        experts: Some(Experts { fused: true, shared_key: QWEN_EXPERTS.shared_key, ..EXPERTS }),
         ..GATED_DELTA
     },
     Family {
@@ -543,8 +526,8 @@ const GATED_DELTA: Family = Family {
     ..DENSE
 };
 
-/// Qwen's experts, with a shared one.
-const QWEN_EXPERTS: Experts = Experts {
+/// Experts of all layers, with gates that sum to one.
+const EXPERTS: Experts = Experts {
     block: "mlp",
     names: ["gate_proj", "up_proj", "down_proj"],
     joint: None,
@@ -552,16 +535,21 @@ const QWEN_EXPERTS: Experts = Experts {
     router: "gate",
     count_key: "num_experts",
     width_key: "moe_intermediate_size",
-    dense_layers: true,
-    always_normalise: false,
+    dense_layers: false,
+    always_normalise: true,
     fused: false,
-    top_k_key: TOP_K,
-    shared_key: Some("shared_expert_intermediate_size"),
+    top_k_key: "num_experts_per_tok",
+    shared_key: None,
     beside: None,
 };
 
-/// Config key of the experts of a token in most families.
-const TOP_K: &str = "num_experts_per_tok";
+/// Qwen's experts, with a shared one.
+const QWEN_EXPERTS: Experts = Experts {
+    dense_layers: true,
+    always_normalise: false,
+    shared_key: Some("shared_expert_intermediate_size"),
+    ..EXPERTS
+};
 
 /// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {

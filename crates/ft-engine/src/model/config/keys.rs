@@ -26,14 +26,8 @@ impl<'a> Keys<'a> {
 
     /// Accessor for a nested table, if present.
     pub fn table(&self, key: &str) -> Result<Option<Keys<'a>>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Object(m)) => {
-                let path = format!("{}{key}.", self.path);
-                Ok(Some(Keys { file: self.file, path, raw: m, merged: None }))
-            }
-            Some(v) => Err(self.wanted(key, v, "an object")),
-        }
+        let of = |raw| Keys { file: self.file, path: format!("{}{key}.", self.path), raw, merged: None };
+        Ok(self.typed(key, "an object", Value::as_object)?.map(of))
     }
 
     /// Accessor for other contents; errors name this file and this table.
@@ -78,23 +72,25 @@ impl<'a> Keys<'a> {
         if is_new { Err(self.bad(key, text)) } else { Ok(format!("{}: {text}", self.name(key))) }
     }
 
-    fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {
-        self.bad(key, format!("{}; {what} is wanted", short(v)))
+    /// A value of the type that `read` takes; for any other, an error that `what` is wanted.
+    pub(super) fn typed<T>(
+        &self,
+        key: &str,
+        what: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(v) = self.get(key) else { return Ok(None) };
+        let wanted = || self.bad(key, format!("{}; {what} is wanted", short(v)));
+        read(v).map(Some).ok_or_else(wanted)
     }
 
     /// A finite number within bounds.
     pub fn number(&self, key: &str, bounds: RangeInclusive<f64>) -> Result<Option<f64>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(v) => match v.as_f64() {
-                Some(x) if bounds.contains(&x) => Ok(Some(x)),
-                Some(_) => {
-                    let (from, to) = (bounds.start(), bounds.end());
-                    Err(self.wanted(key, v, &format!("a number from {from:?} to {to:?}")))
-                }
-                None => Err(self.wanted(key, v, "a number")),
-            },
-        }
+        let what = match self.get(key).and_then(Value::as_f64) {
+            Some(_) => format!("a number from {:?} to {:?}", bounds.start(), bounds.end()),
+            None => "a number".into(),
+        };
+        self.typed(key, &what, |v| v.as_f64().filter(|x| bounds.contains(x)))
     }
 
     /// A required number within bounds.
@@ -118,35 +114,18 @@ impl<'a> Keys<'a> {
     }
 
     fn integer(&self, key: &str, bounds: RangeInclusive<usize>) -> Result<Option<usize>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(v) => {
-                match v.as_u64().and_then(|x| usize::try_from(x).ok()).filter(|x| bounds.contains(x)) {
-                    Some(x) => Ok(Some(x)),
-                    None => {
-                        let (from, to) = (bounds.start(), bounds.end());
-                        Err(self.wanted(key, v, &format!("a whole number from {from} to {to}")))
-                    }
-                }
-            }
-        }
+        let what = format!("a whole number from {} to {}", bounds.start(), bounds.end());
+        let read = |v: &Value| v.as_u64().and_then(|x| usize::try_from(x).ok());
+        self.typed(key, &what, |v| read(v).filter(|x| bounds.contains(x)))
     }
 
     /// A boolean.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Bool(b)) => Ok(Some(*b)),
-            Some(v) => Err(self.wanted(key, v, "true or false")),
-        }
+        self.typed(key, "true or false", Value::as_bool)
     }
 
     /// A string.
     pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::String(s)) => Ok(Some(s)),
-            Some(v) => Err(self.wanted(key, v, "a text")),
-        }
+        self.typed(key, "a text", Value::as_str)
     }
 }

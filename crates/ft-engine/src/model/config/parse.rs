@@ -98,7 +98,7 @@ impl Config {
         let keys = own.over(&all);
         keys.refuse_unsupported(family)?;
         let layers = keys.size("num_hidden_layers", LAYERS)?;
-        let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys)?;
+        let [hidden, heads, kv_heads, head_dim] = attention_sizes(&keys)?;
         let vocab = keys.size("vocab_size", VOCAB)?;
         let max_positions = keys.size("max_position_embeddings", POSITIONS)?;
         // By the outer key of a vision checkpoint, as in transformers.
@@ -292,35 +292,26 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
     }
 }
 
-/// Width of the residual stream, and heads.
-struct AttentionSizes {
-    hidden: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-}
-
-impl AttentionSizes {
-    fn parse(keys: &Keys<'_>) -> Result<Self> {
-        let hidden = keys.size("hidden_size", HIDDEN)?;
-        let heads = keys.size("num_attention_heads", HEADS)?;
-        let kv_heads = keys.some("num_key_value_heads", HEADS)?.unwrap_or(heads);
-        if heads % kv_heads != 0 {
-            let why = format!("{kv_heads}; {heads} heads must be a multiple of it");
-            return Err(keys.bad("num_key_value_heads", why));
-        }
-        let head_dim = match keys.some("head_dim", HEADS)? {
-            Some(d) => d,
-            None if hidden % heads == 0 => hidden / heads,
-            None => {
-                let why = format!("{hidden}, no multiple of {heads} heads, and no head_dim");
-                return Err(keys.bad("hidden_size", why));
-            }
-        };
-        if head_dim == 0 || head_dim % 2 != 0 || head_dim > HEADS {
-            let why = format!("{head_dim}; rotary embedding needs an even number, up to {HEADS}");
-            return Err(keys.bad("head_dim", why));
-        }
-        Ok(Self { hidden, heads, kv_heads, head_dim })
+/// Width of the residual stream, query heads, key/value heads, channels per head.
+fn attention_sizes(keys: &Keys<'_>) -> Result<[usize; 4]> {
+    let hidden = keys.size("hidden_size", HIDDEN)?;
+    let heads = keys.size("num_attention_heads", HEADS)?;
+    let kv_heads = keys.some("num_key_value_heads", HEADS)?.unwrap_or(heads);
+    if heads % kv_heads != 0 {
+        let why = format!("{kv_heads}; {heads} heads must be a multiple of it");
+        return Err(keys.bad("num_key_value_heads", why));
     }
+    let head_dim = match keys.some("head_dim", HEADS)? {
+        Some(d) => d,
+        None if hidden % heads == 0 => hidden / heads,
+        None => {
+            let why = format!("{hidden}, no multiple of {heads} heads, and no head_dim");
+            return Err(keys.bad("hidden_size", why));
+        }
+    };
+    if head_dim % 2 != 0 || head_dim > HEADS {
+        let why = format!("{head_dim}; rotary embedding needs an even number, up to {HEADS}");
+        return Err(keys.bad("head_dim", why));
+    }
+    Ok([hidden, heads, kv_heads, head_dim])
 }

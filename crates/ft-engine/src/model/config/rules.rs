@@ -293,17 +293,12 @@ impl Keys<'_> {
     }
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
-        let (keys, known): (&[&str], &[&str]) = match family.gate {
-            GateFunction::GeluTanh => (&["hidden_activation"], &["gelu_pytorch_tanh"]),
-            GateFunction::Silu | GateFunction::Clamped => (&["hidden_act"], &["silu", "swish"]),
+        let (key, known) = match family.gate {
+            GateFunction::GeluTanh => ("hidden_activation", &["gelu_pytorch_tanh"][..]),
+            GateFunction::Silu | GateFunction::Clamped => ("hidden_act", &["silu", "swish"][..]),
         };
-        for key in keys {
-            match self.string(key)? {
-                Some(act) if !known.contains(&act) => {
-                    return Err(self.bad(key, format!("{act}; only {} is built", known[0])));
-                }
-                _ => {}
-            }
+        if let Some(act) = self.string(key)?.filter(|act| !known.contains(act)) {
+            return Err(self.bad(key, format!("{act}; only {} is built", known[0])));
         }
         self.refuse_by_layer(family)?;
         const GATE: &str = "attn_output_gate";
@@ -314,14 +309,9 @@ impl Keys<'_> {
         let computed =
             |key: &str| Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key);
         for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
-            match self.get(key) {
-                None => {}
-                Some(v) if v.as_f64() == Some(*neutral) => {}
-                Some(Value::Bool(false)) => {}
-                Some(v) => {
-                    let why = format!("{}; it changes the numbers and is not built", short(v));
-                    return Err(self.bad(key, why));
-                }
+            let changes = |v: &&Value| v.as_f64() != Some(*neutral) && v.as_bool() != Some(false);
+            if let Some(v) = self.get(key).filter(changes) {
+                return Err(self.bad(key, format!("{}; it changes the numbers and is not built", short(v))));
             }
         }
         Ok(())
@@ -347,8 +337,8 @@ impl Keys<'_> {
         }
     }
 
-    /// Refuses keys of `quantization_config` that are not known.
-    fn only(&self, known: impl Fn(&str) -> bool) -> Result<()> {
+    /// Refuses keys of a table that are not known.
+    pub(super) fn only(&self, known: impl Fn(&str) -> bool) -> Result<()> {
         match self.raw.keys().find(|k| !known(k)) {
             Some(key) => Err(self.bad(key, "ft does not know this key, and it may change the numbers")),
             None => Ok(()),
@@ -419,11 +409,10 @@ impl Keys<'_> {
             return Err(self.bad(x.top_k_key, format!("{top_k} of {experts} experts")));
         }
         let step = self.some("decoder_sparse_step", LAYERS)?.filter(|_| x.dense_layers).unwrap_or(1);
-        let dense: HashSet<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
-            None => HashSet::new(),
-            Some(v) => serde_json::from_value(v.clone()).map_err(|_| {
-                self.bad("mlp_only_layers", format!("{}; a list of layers is wanted", short(v)))
-            })?,
+        let list = |v: &Value| serde_json::from_value::<HashSet<usize>>(v.clone()).ok();
+        let dense = match x.dense_layers {
+            true => self.typed("mlp_only_layers", "a list of layers", list)?.unwrap_or_default(),
+            false => HashSet::new(),
         };
         let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
         Ok(Some(Moe {

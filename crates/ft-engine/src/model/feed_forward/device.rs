@@ -2,8 +2,8 @@
 
 use super::grouped::{self, GroupedExperts};
 use super::mlp::Mlp;
-use super::types::{Mixture, OTHER, Saved, SavedExperts};
-use crate::model::linear::{self, Linear};
+use super::types::{Mixture, OTHER, Routing, Saved, SavedExperts};
+use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
 use crate::model::pass::grad_accumulator::GradAccumulator;
 use candle_core::{DType, Result};
@@ -43,31 +43,22 @@ impl Mixture {
         }
     }
 
-    pub(super) fn recompute_grouped(
+    /// Routing on the device, of rows in `dtype`.
+    pub(super) fn route_on_device(
         &self,
-        x: &Tensor,
-        ctx: &Context,
-        (logits, router): (&Tensor, linear::Saved),
+        logits: &Tensor,
+        dtype: DType,
         replay: Option<Arc<Groups>>,
-        outputs: bool,
-    ) -> Result<Saved> {
+    ) -> Result<Routing> {
         let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
         let Routed { chosen, probs, lse, gates } =
             route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
         let groups = match replay {
             Some(g) => g,
-            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
+            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, dtype)?)),
         };
-        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
         let gates = self.factored(gates, || Ok(chosen))?;
-        if self.owned.is_some() {
-            let rows = sorted.gather(x)?;
-            return self.recompute_dispatched(x, rows, ctx, ((groups, probs, lse, gates), router));
-        }
-        let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted, outputs)?;
-        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        let experts = SavedExperts::Grouped(Box::new(out));
-        Ok(Saved { groups, probs, lse, gates, router, experts, shared })
+        Ok((groups, probs, lse, gates))
     }
 
     pub(super) fn backward_grouped(
@@ -98,9 +89,7 @@ impl Mixture {
             SavedExperts::Dispatched(mut dispatched) => {
                 let Some(out) = dispatched.out.take() else { candle_core::bail!("{OTHER}") };
                 let dgates = sorted.scale(&out, gates, dy)?;
-                let dx = self.backward_dispatched(*dispatched, Some(out), ctx, accum)?;
-                let Some(dx) = dx else { candle_core::bail!("{OTHER}") };
-                (dgates, dx)
+                (dgates, self.backward_dispatched(*dispatched, out, ctx, accum)?)
             }
             SavedExperts::PerExpert(..) => candle_core::bail!("{OTHER}"),
         };

@@ -11,22 +11,18 @@
 
 use super::grouped;
 use super::mlp;
-use super::types::{Gates, Mixture, OTHER, Saved as MixtureSaved, SavedExperts};
-use crate::model::linear::{self, Linear};
+use super::types::{Mixture, OTHER};
+use crate::model::linear::Linear;
 use crate::model::pass::batch::{Context, DropoutKey};
 use crate::model::pass::grad_accumulator::GradAccumulator;
 use crate::ranks::{CollectiveId, Comm};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::{DispatchCounts, ExpertRows, Groups, RowExchange, ranges};
 use ft_kernels::ledger::{Cost, Peers};
 use ft_kernels::tensor::{Ghost, On};
 use std::borrow::Cow;
 use std::sync::Arc;
-
-const COUNTS: &str = "the counts of rows for experts";
-const DISPATCH: &str = "the rows to their experts";
-const COMBINE: &str = "the rows back from their experts";
 
 /// Faults that tests must notice.
 #[cfg(test)]
@@ -82,35 +78,36 @@ pub struct Saved {
     pub(super) out: Option<Tensor>,
 }
 
-/// Saved activations of a rank that had no rows of its own.
-#[derive(Debug)]
-pub struct IdleSaved(Saved);
-
 /// Width, dtype and device of rows.
 #[derive(Clone, Copy)]
 pub struct RowSpec<'a>(pub usize, pub DType, pub On<'a>);
 
 impl<'a> RowSpec<'a> {
     /// As the rows of a tensor.
-    fn of(x: &'a Tensor) -> Result<Self> {
+    pub(super) fn of(x: &'a Tensor) -> Result<Self> {
         Ok(Self(x.dim(1)?, x.dtype(), x.device()))
     }
 }
 
 /// The rows of each expert with rows, out of all rows sorted by expert.
-pub(super) fn parts(rows: Option<&Tensor>, groups: &Groups) -> Result<Vec<Tensor>> {
-    let Some(rows) = rows else { candle_core::bail!("{OTHER}") };
+pub(super) fn parts(rows: &Tensor, groups: &Groups) -> Result<Vec<Tensor>> {
     groups.runs().iter().map(|run| rows.narrow(0, run.start, run.rows)).collect()
 }
 
 impl Saved {
     /// Outputs by expert with rows.
     pub(super) fn parts(&self, groups: &Groups) -> Result<Vec<Tensor>> {
-        parts(self.out.as_ref(), groups)
+        let Some(out) = &self.out else { candle_core::bail!("{OTHER}") };
+        parts(out, groups)
     }
 
-    /// Drops the inputs of the own experts.
-    pub(super) fn drop_inputs(&mut self) {
+    /// The exchange, with which the pass is made again.
+    pub fn exchange(&self) -> Arc<RowExchange> {
+        Arc::clone(&self.exchange)
+    }
+
+    /// Drops the inputs of the own experts; [`Mixture::restore_rows`] restores them.
+    pub fn drop_inputs(&mut self) {
         match &mut self.local {
             LocalSaved::Nothing => {}
             LocalSaved::Each(saved) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
@@ -119,50 +116,17 @@ impl Saved {
     }
 }
 
-impl IdleSaved {
-    /// The exchange, with which the pass is made again.
-    pub fn exchange(&self) -> Arc<RowExchange> {
-        Arc::clone(&self.0.exchange)
-    }
-
-    /// Drops the inputs of the own experts; [`Mixture::idle_restore`] restores them.
-    pub fn drop_inputs(&mut self) {
-        self.0.drop_inputs();
-    }
-}
-
-/// Routing at the source: groups, router probabilities, logsumexp, gates; and the router's saved activations.
-type Routing = ((Arc<Groups>, Tensor, Tensor, Gates), linear::Saved);
-
 impl Mixture {
-    /// As [`Mixture::recompute`], from rows sorted by expert.
-    pub(super) fn recompute_dispatched(
+    /// The experts on rows sorted by expert.
+    pub(super) fn forward_dispatched(
         &self,
-        x: &Tensor,
+        groups: &Groups,
         rows: Tensor,
         ctx: &Context,
-        ((groups, probs, lse, gates), router): Routing,
-    ) -> Result<MixtureSaved> {
-        // A device computes the shared expert while the host waits for counts.
-        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        let exchange = groups.exchange(|| self.exchange_counts(Some(&groups), ctx, RowSpec::of(x)?))?;
-        let (local, out) = self.forward_rows(Some(rows), &exchange, ctx, RowSpec::of(x)?)?;
-        let experts = SavedExperts::Dispatched(Box::new(Saved { exchange, local, out }));
-        Ok(MixtureSaved { groups, probs, lse, gates, router, experts, shared })
-    }
-
-    /// Outputs of the experts times their gates, plus that of the shared expert.
-    pub(super) fn combine_dispatched(
-        &self,
-        s: &MixtureSaved,
-        dispatched: &Saved,
-        shared: Option<Tensor>,
-        dtype: DType,
-    ) -> Result<Tensor> {
-        match (s.groups.sorted(), &dispatched.out) {
-            (Some(sorted), Some(out)) => sorted.combine(out, Some(&s.gates.factored), shared.as_ref()),
-            _ => self.combine(s, &dispatched.parts(&s.groups)?, shared, dtype),
-        }
+        like: RowSpec<'_>,
+    ) -> Result<Saved> {
+        let exchange = groups.exchange(|| self.exchange_counts(Some(groups), ctx, like))?;
+        self.forward_rows(Some(rows), exchange, ctx, like)
     }
 
     /// A pass for rows of other ranks alone; `exchange` is that of an earlier pass.
@@ -174,35 +138,12 @@ impl Mixture {
         ctx: &Context,
         exchange: Option<Arc<RowExchange>>,
         like: RowSpec<'_>,
-    ) -> Result<IdleSaved> {
+    ) -> Result<Saved> {
         let exchange = match exchange {
             Some(exchange) => exchange,
             None => Arc::new(self.exchange_counts(None, ctx, like)?),
         };
-        let (local, out) = self.forward_rows(None, &exchange, ctx, like)?;
-        Ok(IdleSaved(Saved { exchange, local, out }))
-    }
-
-    /// Restores inputs dropped by [`IdleSaved::drop_inputs`].
-    ///
-    /// # Errors
-    /// As [`Mixture::idle_forward`].
-    pub fn idle_restore(&self, idle: &mut IdleSaved, ctx: &Context, like: RowSpec<'_>) -> Result<()> {
-        self.restore_rows(&mut idle.0, None, ctx, like)
-    }
-
-    /// Backward pass of [`Mixture::idle_forward`].
-    ///
-    /// # Errors
-    /// As [`Mixture::idle_forward`].
-    pub fn idle_backward(
-        &self,
-        s: IdleSaved,
-        ctx: &Context,
-        accum: &GradAccumulator<'_>,
-        like: RowSpec<'_>,
-    ) -> Result<()> {
-        self.backward_rows(s.0, None, ctx, accum, like).map(drop)
+        self.forward_rows(None, exchange, ctx, like)
     }
 
     /// Whether expert `e` of the layer is here.
@@ -217,31 +158,24 @@ impl Mixture {
 
     /// Restores the inputs of the experts from rows sorted by expert: they are dispatched again, to owners that need
     /// them.
-    pub(super) fn restore_dispatched(
-        &self,
-        saved: &mut Saved,
-        rows: Option<Tensor>,
-        ctx: &Context,
-    ) -> Result<()> {
-        match rows {
-            Some(rows) => {
-                let like = rows.clone();
-                self.restore_rows(saved, Some(rows), ctx, RowSpec::of(&like)?)
-            }
-            None => candle_core::bail!("{OTHER}"),
-        }
+    pub(super) fn restore_dispatched(&self, saved: &mut Saved, rows: Tensor, ctx: &Context) -> Result<()> {
+        let like = rows.clone();
+        self.restore_rows(saved, Some(rows), ctx, RowSpec::of(&like)?)
     }
 
     /// Backward pass of the experts: from gradients of the outputs, sorted by expert, to those of the inputs.
     pub(super) fn backward_dispatched(
         &self,
         saved: Saved,
-        rows: Option<Tensor>,
+        rows: Tensor,
         ctx: &Context,
         accum: &GradAccumulator<'_>,
-    ) -> Result<Option<Tensor>> {
-        let Some(like) = rows.clone() else { candle_core::bail!("{OTHER}") };
-        self.backward_rows(saved, rows, ctx, accum, RowSpec::of(&like)?)
+    ) -> Result<Tensor> {
+        let like = rows.clone();
+        match self.backward_rows(saved, Some(rows), ctx, accum, RowSpec::of(&like)?)? {
+            Some(dx) => Ok(dx),
+            None => candle_core::bail!("{OTHER}"),
+        }
     }
 
     /// Tells all ranks how many rows go to each expert, and hears the same.
@@ -273,9 +207,8 @@ impl Mixture {
         let needs_input = self.experts.iter().any(mlp::Mlp::needs_input);
         let mine = DispatchCounts { counts, tokens, needs_input };
         let comm = peers(ctx)?;
-        let said = comm
-            .all_gather_bytes(CollectiveId::unit(COUNTS, owned.unit), &words(&mine), true)
-            .map_err(told)?;
+        let at = CollectiveId::unit("the counts of rows for experts", owned.unit);
+        let said = comm.all_gather_bytes(at, &words(&mine), true).map_err(candle_core::Error::wrap)?;
         let all: Vec<DispatchCounts> =
             said.iter().map(|bytes| dispatch_counts(bytes, owned.experts)).collect();
         RowExchange::new(&all, comm.rank(), (device, grouped))
@@ -285,11 +218,11 @@ impl Mixture {
     fn forward_rows(
         &self,
         rows: Option<Tensor>,
-        exchange: &RowExchange,
+        exchange: Arc<RowExchange>,
         ctx: &Context,
         like: RowSpec<'_>,
-    ) -> Result<(LocalSaved, Option<Tensor>)> {
-        let received = self.transfer(rows, exchange, (Direction::Dispatch, &[]), ctx, like)?;
+    ) -> Result<Saved> {
+        let received = self.transfer(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
         let (local, out) = match (received, exchange.here.sorted()) {
             (None, _) => (LocalSaved::Nothing, None),
             (Some(received), Some(sorted)) => {
@@ -303,7 +236,7 @@ impl Mixture {
             (Some(received), None) => {
                 let rows = exchange.here.gather(&received)?;
                 drop(received);
-                let context = |run: &ExpertRows| self.context_of(ctx, exchange, run);
+                let context = |run: &ExpertRows| self.context_of(ctx, &exchange, run);
                 let (out, saved) = self.each_forward(&exchange.here, &rows, context)?;
                 (LocalSaved::Each(saved), Some(exchange.here.combine(&out, None, like.1)?))
             }
@@ -317,11 +250,15 @@ impl Mixture {
             }
             (_, out) => out,
         };
-        Ok((local, self.transfer(out, exchange, (Direction::Combine, &[]), ctx, like)?))
+        let out = self.transfer(out, &exchange, (Direction::Combine, &[]), ctx, like)?;
+        Ok(Saved { exchange, local, out })
     }
 
-    /// Backward pass of [`Mixture::forward_rows`].
-    fn backward_rows(
+    /// Backward pass: from gradients of the outputs to those of the inputs. `None` for the rows of other ranks alone.
+    ///
+    /// # Errors
+    /// As [`Mixture::idle_forward`].
+    pub fn backward_rows(
         &self,
         saved: Saved,
         rows: Option<Tensor>,
@@ -367,7 +304,11 @@ impl Mixture {
         self.transfer(dx, &exchange, (Direction::Combine, &[]), ctx, like)
     }
 
-    fn restore_rows(
+    /// Restores the inputs dropped by [`Saved::drop_inputs`]; `rows` as in [`Mixture::backward_rows`].
+    ///
+    /// # Errors
+    /// As [`Mixture::idle_forward`].
+    pub fn restore_rows(
         &self,
         s: &mut Saved,
         rows: Option<Tensor>,
@@ -442,7 +383,8 @@ impl Mixture {
                 ledger.work(Cost::exchange(Peers::Experts, bytes));
                 return Ok(Some(received));
             }
-            On::Real(device) => receiving(total, d, dtype, device, wanted(me))?,
+            On::Real(device) if total > 0 && wanted(me) => Some(Tensor::zeros((total, d), dtype, device)?),
+            On::Real(_) => None,
         };
         let piece = |t: &Option<Tensor>, lens: &[usize], rank: usize| -> Result<Option<Tensor>> {
             match (t, lens[rank]) {
@@ -457,8 +399,8 @@ impl Mixture {
             fill.extend(piece(&to, into, rank)?.filter(|_| wanted(me)).map(|t| (rank, t)));
         }
         let unit = self.owned.map_or(0, |o| o.unit);
-        let arrival =
-            peers(ctx)?.exchange(CollectiveId::unit(direction.what(), unit), &send, &fill).map_err(told)?;
+        let at = CollectiveId::unit(direction.what(), unit);
+        let arrival = peers(ctx)?.exchange(at, &send, &fill).map_err(candle_core::Error::wrap)?;
         if let (Some(to), Some(own)) = (&to, piece(&rows, out, me)?.filter(|_| wanted(me))) {
             to.slice_set(&own, 0, ranges(into)[me].start)?;
         }
@@ -479,27 +421,17 @@ enum Direction {
 impl Direction {
     fn what(self) -> &'static str {
         match self {
-            Direction::Dispatch => DISPATCH,
-            Direction::Combine => COMBINE,
+            Direction::Dispatch => "the rows to their experts",
+            Direction::Combine => "the rows back from their experts",
         }
     }
 }
 
-/// Room for rows that come; `None` if none do.
-fn receiving(rows: usize, d: usize, dtype: DType, device: &Device, wanted: bool) -> Result<Option<Tensor>> {
-    if rows == 0 || !wanted { Ok(None) } else { Tensor::zeros((rows, d), dtype, device).map(Some) }
-}
-
 fn peers<'a>(ctx: &Context<'a>) -> Result<&'a dyn Comm> {
     match ctx.experts {
-        Some(peers) => Ok(peers.0),
+        Some(peers) => Ok(peers),
         None => candle_core::bail!("experts are split over ranks, and this pass is of one: a bug in ft"),
     }
-}
-
-/// Wraps an error of a collective in a layer. [`crate::walk::Walk`] returns the error of the group instead.
-fn told(e: ft_base::Error) -> candle_core::Error {
-    candle_core::Error::wrap(e)
 }
 
 /// Counts as bytes: whether the owner needs inputs, counts, tokens.

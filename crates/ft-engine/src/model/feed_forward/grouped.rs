@@ -116,10 +116,6 @@ impl GroupedLinear {
         Ok(Self { table: Table::new(&entries, dtype)?, biases, needs_input, flat })
     }
 
-    fn has_adapters(&self) -> bool {
-        self.table.has_adapters()
-    }
-
     /// Dropout parameters, if dropout is active.
     fn drops(&self, ctx: &Context) -> Option<Drops> {
         let d = ctx.dropout.filter(|_| self.table.drops)?;
@@ -278,7 +274,7 @@ impl GroupedExperts {
         let (h, out, low_down) = if outputs || self.reads_outputs() {
             let ([out], [low]) = GroupedLinear::forward([&self.down], &h()?, ctx, s)?;
             (None, Some(out), low)
-        } else if self.down.has_adapters() {
+        } else if self.down.table.has_adapters() {
             let h = h()?;
             let [low] = GroupedLinear::low([&self.down], &h, ctx, s)?;
             (self.down.needs_input.then_some(h), None, low)

@@ -1,14 +1,14 @@
 //! Passes of a mixture.
 
-use super::expert_parallel::{self, LocalExperts};
+use super::expert_parallel::{self, RowSpec};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
-use super::types::{Gates, GroupedCache, Mixture, OTHER, Saved, SavedExperts};
+use super::types::{Gates, GroupedCache, Mixture, OTHER, Routing, Saved, SavedExperts};
 use crate::model::delta::Parameter;
 use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
 use crate::model::pass::grad_accumulator::GradAccumulator;
-use candle_core::{DType, Result};
+use candle_core::Result;
 use ft_kernels::dispatch::{self, ExpertRows, Groups};
 use ft_kernels::padded::Padded;
 use ft_kernels::route::{self, Balance, RouterOutput};
@@ -42,26 +42,16 @@ fn factors_of(factors: &Parameter, chosen: &Tensor) -> Result<Tensor> {
 }
 
 impl Mixture {
-    /// Builds a mixture; `copies` has the number of identical experts per entry: 1 except in a plan.
+    /// A mixture of experts that are all here, without a shared expert; `copies` has the number of identical experts
+    /// per entry: 1 except in a plan.
     pub fn new(
         router: Linear,
         (experts, copies): (Vec<Mlp>, Vec<usize>),
-        shared: Option<Shared>,
         top_k: usize,
         normalise: bool,
     ) -> Self {
-        let (factors, owned, grouped) = (None, None, Arc::default());
+        let (shared, factors, owned, grouped) = (None, None, None, Arc::default());
         Self { router, experts, copies, shared, factors, top_k, normalise, owned, grouped }
-    }
-
-    /// The mixture with factors `[e]` on the gates.
-    pub fn factors(self, factors: Parameter) -> Self {
-        Self { factors: Some(factors), ..self }
-    }
-
-    /// The mixture with experts that ranks split: its own are these.
-    pub fn owned(self, owned: Option<LocalExperts>) -> Self {
-        Self { owned, ..self }
     }
 
     /// A copy with dequantized 4-bit matrices of the experts with tokens.
@@ -116,17 +106,23 @@ impl Mixture {
         let mut s = self.enter(x, ctx, replay, true)?;
         let x = x.experts;
         let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
-        let shared = s.shared.as_ref().map(open).transpose()?;
-        let y = match (&s.experts, s.groups.sorted()) {
-            (SavedExperts::Grouped(e), Some(sorted)) => {
-                let Some(out) = &e.out else { candle_core::bail!("{OTHER}") };
-                sorted.combine(out, Some(&s.gates.factored), shared.as_ref())?
+        let (shared, gates) = (s.shared.as_ref().map(open).transpose()?, Some(&s.gates.factored));
+        let out = match &s.experts {
+            SavedExperts::Grouped(e) => e.out.as_ref(),
+            SavedExperts::Dispatched(dispatched) => dispatched.out.as_ref(),
+            SavedExperts::PerExpert(..) => None,
+        };
+        let y = match (s.groups.sorted(), out) {
+            (Some(sorted), Some(out)) => sorted.combine(out, gates, shared.as_ref())?,
+            _ => {
+                let parts = match &s.experts {
+                    SavedExperts::PerExpert(_, out) => out,
+                    SavedExperts::Dispatched(dispatched) => &dispatched.parts(&s.groups)?,
+                    SavedExperts::Grouped(_) => candle_core::bail!("{OTHER}"),
+                };
+                let y = s.groups.combine(parts, gates, x.dtype())?;
+                shared.map_or(Ok(y.clone()), |shared| y + shared)?
             }
-            (SavedExperts::PerExpert(_, out), None) => self.combine(&s, out, shared, x.dtype())?,
-            (SavedExperts::Dispatched(dispatched), _) => {
-                self.combine_dispatched(&s, dispatched, shared, x.dtype())?
-            }
-            _ => candle_core::bail!("{OTHER}"),
         };
         if let SavedExperts::Grouped(e) = &mut s.experts
             && !self.grouped_experts(x.dtype())?.reads_outputs()
@@ -134,18 +130,6 @@ impl Mixture {
             e.out = None;
         }
         Ok((y, s))
-    }
-
-    /// Outputs of the experts times their gates, plus that of the shared expert.
-    pub(super) fn combine(
-        &self,
-        s: &Saved,
-        out: &[Tensor],
-        shared: Option<Tensor>,
-        dtype: DType,
-    ) -> Result<Tensor> {
-        let y = s.groups.combine(out, Some(&s.gates.factored), dtype)?;
-        shared.map_or(Ok(y.clone()), |shared| y + shared)
     }
 
     /// Recomputes the saved activations: the forward pass without the final sum over experts, and where the backward
@@ -164,10 +148,43 @@ impl Mixture {
     ) -> Result<Saved> {
         let (logits, router) = self.router.forward(&x.router()?, ctx)?;
         let x = x.experts;
-        if self.is_grouped(x.device(), x.dtype()) {
-            return self.recompute_grouped(x, ctx, (&logits, router), replay, outputs);
+        let is_grouped = self.is_grouped(x.device(), x.dtype());
+        let (groups, probs, lse, gates) = if is_grouped {
+            self.route_on_device(&logits, x.dtype(), replay)?
+        } else {
+            self.route(&logits, replay)?
+        };
+        if groups.sorted().is_some() != is_grouped {
+            candle_core::bail!("{OTHER}");
         }
-        let (probs, lse) = route::softmax(&logits)?;
+        let rows = match groups.sorted() {
+            Some(sorted) => sorted.gather(x)?,
+            None => groups.gather(x)?,
+        };
+        let shared = || self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose();
+        let (experts, shared) = match groups.sorted() {
+            _ if self.owned.is_some() => {
+                // A device computes the shared expert while the host waits for counts.
+                let shared = shared()?;
+                let saved = self.forward_dispatched(&groups, rows, ctx, RowSpec::of(x)?)?;
+                (SavedExperts::Dispatched(Box::new(saved)), shared)
+            }
+            Some(sorted) => {
+                let saved = self.grouped_experts(x.dtype())?.forward(rows, ctx, sorted, outputs)?;
+                (SavedExperts::Grouped(Box::new(saved)), shared()?)
+            }
+            None => {
+                let (out, saved) =
+                    self.each_forward(&groups, &rows, |run| self.context(ctx, &groups, run))?;
+                (SavedExperts::PerExpert(saved, out), shared()?)
+            }
+        };
+        Ok(Saved { groups, probs, lse, gates, router, experts, shared })
+    }
+
+    /// Routing on the host.
+    fn route(&self, logits: &Tensor, replay: Option<Arc<Groups>>) -> Result<Routing> {
+        let (probs, lse) = route::softmax(logits)?;
         let groups = match replay {
             Some(g) => g,
             None => {
@@ -181,22 +198,7 @@ impl Mixture {
         };
         let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
         let gates = self.factored(gates, || groups.chosen(&probs))?;
-        let rows = groups.gather(x)?;
-        if self.owned.is_some() {
-            let of = (groups, probs, lse, gates);
-            return self.recompute_dispatched(x, rows, ctx, (of, router));
-        }
-        let (out, experts) = self.each_forward(&groups, &rows, |run| self.context(ctx, &groups, run))?;
-        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        Ok(Saved {
-            groups,
-            probs,
-            lse,
-            gates,
-            router,
-            experts: SavedExperts::PerExpert(experts, out),
-            shared,
-        })
+        Ok((groups, probs, lse, gates))
     }
 
     /// Experts one by one, or side by side, on `rows` sorted by expert: outputs and saved activations of each run.
@@ -267,7 +269,7 @@ impl Mixture {
                 Some(sorted) => sorted.gather(x)?,
                 None => s.groups.gather(x)?,
             };
-            self.restore_dispatched(dispatched, Some(rows), ctx)?;
+            self.restore_dispatched(dispatched, rows, ctx)?;
         } else if self.experts.iter().any(Mlp::needs_input) {
             match (&mut s.experts, s.groups.sorted()) {
                 (SavedExperts::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
@@ -332,8 +334,8 @@ impl Mixture {
                     Some(expert_parallel::Fault::Gates) => groups.gather(dy)?,
                     _ => rows,
                 };
-                let dx = self.backward_dispatched(*dispatched, Some(rows), ctx, accum)?;
-                (dgates, expert_parallel::parts(dx.as_ref(), &groups)?)
+                let dx = self.backward_dispatched(*dispatched, rows, ctx, accum)?;
+                (dgates, expert_parallel::parts(&dx, &groups)?)
             }
             SavedExperts::Grouped(_) => candle_core::bail!("{OTHER}"),
         };

@@ -31,7 +31,7 @@ mod types;
 pub use beside::Beside;
 #[cfg(test)]
 pub use expert_parallel::{FAULT, Fault};
-pub use expert_parallel::{IdleSaved, LocalExperts, RowSpec};
+pub use expert_parallel::{LocalExperts, RowSpec, Saved as DispatchedSaved};
 pub use mixture::Inputs;
 pub use mlp::Mlp;
 pub use shared::Shared;

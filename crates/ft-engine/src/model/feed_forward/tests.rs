@@ -36,13 +36,7 @@ fn shapes() -> Vec<(usize, usize)> {
 }
 
 fn slots() -> (Vec<Slot>, usize) {
-    let mut offset = 0;
-    let slots = shapes().into_iter().enumerate().map(|(index, (rows, cols))| {
-        let s = Slot { index, flat: 0, offset, rows, cols };
-        offset += rows * cols;
-        s
-    });
-    (slots.collect(), offset)
+    Slot::end_to_end(shapes())
 }
 
 fn params() -> Result<Vec<Tensor>> {
@@ -52,10 +46,11 @@ fn params() -> Result<Vec<Tensor>> {
 fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Result<Mixture> {
     let mut next = params.iter().cloned().zip(slots().0);
     let mut take = || next.next().expect("a tensor");
-    let full = |(w, slot)| {
+    let frozen = |w| {
         let weight = Weight::Dense(w);
-        Linear { weight, bias: None, weight_slot: Some(slot), bias_slot: None, lora: None, rows: None }
+        Linear { weight, bias: None, weight_slot: None, bias_slot: None, lora: None, rows: None }
     };
+    let full = |(w, slot)| Linear { weight_slot: Some(slot), ..frozen(w) };
     let router = full(take());
     let mut experts = Vec::new();
     for e in 0..E as u64 {
@@ -67,17 +62,10 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
             }
             let ((a, sa), (b, sb)) = (take(), take());
             let stream = 10 * e + j as u64;
-            let weight = Weight::Dense(randn(stream + 100, (o, i), DType::F64)?);
             let lora =
                 Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, columns: None, dora: None };
-            linears.push(Linear {
-                weight,
-                bias: None,
-                weight_slot: None,
-                bias_slot: None,
-                lora: Some(lora),
-                rows: None,
-            });
+            let weight = randn(stream + 100, (o, i), DType::F64)?;
+            linears.push(Linear { lora: Some(lora), ..frozen(weight) });
         }
         let (Some(down), Some(up), Some(gate)) = (linears.pop(), linears.pop(), linears.pop()) else {
             candle_core::bail!("three linears")
@@ -91,8 +79,9 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
         stack: None,
         glu: Glu::default(),
     };
-    let shared = Some(Shared { mlp, gate: full(take()) });
-    Ok(Mixture::new(router, (experts, vec![1; E]), shared, top_k, normalise))
+    let mut mixture = Mixture::new(router, (experts, vec![1; E]), top_k, normalise);
+    mixture.shared = Some(Shared { mlp, gate: full(take()) });
+    Ok(mixture)
 }
 
 /// A routing no router here would choose; expert 3 is idle.

@@ -31,7 +31,7 @@ pub struct Mixture {
     /// Whether a token's gates are normalized to sum to one.
     pub normalise: bool,
     /// Which experts these are, if ranks split them; otherwise all.
-    pub(super) owned: Option<LocalExperts>,
+    pub owned: Option<LocalExperts>,
     /// Pointer tables for the grouped products, built on first use, with the value of
     /// [`moves`](ft_kernels::resizable::moves) they were built at: weights may move later.
     pub(super) grouped: GroupedCache,
@@ -48,6 +48,9 @@ pub(super) struct Gates {
     /// Times the factors, if the family has them: weights of the experts' outputs.
     pub(super) factored: Tensor,
 }
+
+/// Groups, router probabilities, logsumexp, gates.
+pub(super) type Routing = (Arc<Groups>, Tensor, Tensor, Gates);
 
 /// Saved activations, including the inputs of the router losses.
 #[derive(Debug)]

@@ -67,10 +67,7 @@ impl Lora {
     pub(super) fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Mask, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
-        let rows = match &ctx.rows {
-            Some(list) => dropout::Rows::These { first: d.first_row, list },
-            None => dropout::Rows::From { first: d.first_row },
-        };
+        let rows = dropout::Rows { first: d.first_row, list: ctx.rows.as_ref().map(|rows| rows.as_slice()) };
         let columns = self.columns.unwrap_or((0, x.dim(1)?));
         dropout::mask(stream, (rows, columns), self.dropout, x).map(Some)
     }
@@ -258,26 +255,20 @@ impl Linear {
     /// As [`Linear::forward`], with outputs in f32 (f64 for f64), for the logits. On CUDA, f32 sums are
     /// returned without intermediate rounding.
     pub fn forward_wide(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
-        let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, x.device().is_cpu()) else {
+        let is_dora = self.lora.as_ref().is_some_and(|l| l.dora.is_some());
+        let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, is_dora || x.device().is_cpu())
+        else {
             let (y, saved) = self.forward(x, ctx)?;
             return Ok((upcast(&y)?, saved));
         };
         let mut saved = Saved { x: self.input(x), ..Saved::default() };
-        match &self.lora {
-            None => Ok((gemm::matmul_wide(x, false, w, true)?, saved)),
-            Some(lora) if lora.dora.is_none() => {
-                let (xd, k) = masked(x, &lora.mask(x, ctx)?)?;
-                let (u, rest) = lora.low(&xd, k, false)?;
-                let y = gemm::matmul_wide(x, false, w, true)?;
-                gemm::matmul_acc(&y, &u, false, &lora.b, true, rest)?;
-                saved.u = lora.slots.is_some().then_some((u, rest));
-                Ok((y, saved))
-            }
-            Some(_) => {
-                let (y, saved) = self.forward(x, ctx)?;
-                Ok((upcast(&y)?, saved))
-            }
-        }
+        let Some(lora) = &self.lora else { return Ok((gemm::matmul_wide(x, false, w, true)?, saved)) };
+        let (xd, k) = masked(x, &lora.mask(x, ctx)?)?;
+        let (u, rest) = lora.low(&xd, k, false)?;
+        let y = gemm::matmul_wide(x, false, w, true)?;
+        gemm::matmul_acc(&y, &u, false, &lora.b, true, rest)?;
+        saved.u = lora.slots.is_some().then_some((u, rest));
+        Ok((y, saved))
     }
 }
 

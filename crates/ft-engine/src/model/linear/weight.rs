@@ -24,6 +24,9 @@ pub enum Weight {
     Fp8(Fp8Matrix),
 }
 
+/// Error for a bug in the model.
+const NO_ROOM: &str = "a product with an adapter and a matrix without room for it";
+
 impl Weight {
     /// A matrix without room for an adapter, multiplied in 8-bit floats if `fp8`.
     ///
@@ -50,16 +53,12 @@ impl Weight {
 
     /// `dy W`: `[t, o]` -> `[t, i]`, added to `dx` if given.
     pub(super) fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
-        let padded;
         let w = match self {
             Weight::Nf4(w) => return w.backward(dy, dx),
             Weight::Dequantized(w) => return w.backward(dy, dx),
             Weight::Fp8(w) => return w.backward(dy, dx),
             Weight::Dense(w) => w,
-            Weight::Padded(w) => {
-                padded = w.values()?;
-                &padded
-            }
+            Weight::Padded(w) => &w.values()?,
         };
         match dx {
             None => gemm::matmul(dy, false, w, false),
@@ -91,9 +90,7 @@ impl Weight {
                 gemm::work(xu, false, &w.with(b.dim(1)?)?, None)?;
                 w.forward_with(xu, b)
             }
-            Weight::Dense(_) | Weight::Fp8(_) => {
-                candle_core::bail!("a product with an adapter and a matrix without room for it")
-            }
+            Weight::Dense(_) | Weight::Fp8(_) => candle_core::bail!("{NO_ROOM}"),
         }
     }
 
@@ -106,9 +103,7 @@ impl Weight {
                 gemm::work(dydu, false, &w.with_below(a.dim(0)?)?, dx.as_ref())?;
                 w.backward_with(dydu, a, dx)
             }
-            Weight::Dense(_) | Weight::Fp8(_) => {
-                candle_core::bail!("a product with an adapter and a matrix without room for it")
-            }
+            Weight::Dense(_) | Weight::Fp8(_) => candle_core::bail!("{NO_ROOM}"),
         }
     }
 

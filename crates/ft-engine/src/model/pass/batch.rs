@@ -7,7 +7,7 @@ use super::sequence_parallel::{Columns, SequenceParallel};
 use super::shared_state::SharedState;
 use super::stage_boundary::Rows;
 use crate::model::config::Config;
-use crate::model::config::rope::Rope;
+use crate::model::config::rope::{Rope, Tables};
 use crate::ranks::{CollectiveId, Comm, words_of};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
@@ -17,7 +17,6 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,18 +30,8 @@ pub struct DropoutKey {
     pub first_row: usize,
 }
 
-/// Ranks that split the experts of mixtures.
-#[derive(Clone, Copy)]
-pub struct ExpertGroup<'a>(pub &'a dyn Comm);
-
-impl fmt::Debug for ExpertGroup<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} of {}", self.0.rank(), self.0.world())
-    }
-}
-
 /// Ranks with tokens of the same micro-batch.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct MicroBatchGroup<'a> {
     /// Ranks with tokens of the same rows.
     pub comm: &'a dyn Comm,
@@ -59,21 +48,6 @@ impl MicroBatchGroup<'_> {
         let all = self.comm.all_gather_bytes_among(&self.active, at, bytemuck::cast_slice(own), true)?;
         Ok(all.iter().map(|bytes| words_of(bytes).collect()).collect())
     }
-}
-
-impl fmt::Debug for MicroBatchGroup<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} of {}", self.active, self.comm.world())
-    }
-}
-
-/// Tables of a rotary embedding for the tokens of a micro-batch.
-#[derive(Clone, Debug)]
-pub struct Tables {
-    /// Cosines `[t, c / 2]`, f32.
-    pub cos: Tensor,
-    /// Sines `[t, c / 2]`, f32.
-    pub sin: Tensor,
 }
 
 /// Per-micro-batch data shared by all layers.
@@ -97,7 +71,7 @@ pub struct Context<'a> {
     /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
     /// Ranks that split the experts, if they do.
-    pub experts: Option<ExpertGroup<'a>>,
+    pub experts: Option<&'a dyn Comm>,
     /// State that layers hand to later ones.
     pub shared_state: Arc<SharedState>,
 }
@@ -122,12 +96,7 @@ impl<'a> Context<'a> {
     /// The same context for a pass with this state between its layers, among ranks that split the experts.
     pub fn for_pass(&self, shared_state: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
         let sequence_parallel = self.sequence_parallel.as_ref().map(|s| Arc::new(s.for_pass(shared_state)));
-        Self {
-            experts: experts.map(ExpertGroup),
-            shared_state: Arc::clone(shared_state),
-            sequence_parallel,
-            ..self.clone()
-        }
+        Self { experts, shared_state: Arc::clone(shared_state), sequence_parallel, ..self.clone() }
     }
 
     /// Context of all tokens, for blocks with cut matrices.
@@ -148,10 +117,7 @@ impl<'a> Context<'a> {
     /// Lengths of the documents of the micro-batch.
     fn docs(&self) -> &[usize] {
         let whole = self.whole();
-        whole
-            .context_parallel
-            .as_ref()
-            .map_or(&whole.seqs.docs[..], |context_parallel| context_parallel.docs())
+        whole.context_parallel.as_ref().map_or(&whole.seqs.docs[..], |c| c.docs())
     }
 
     /// The same context for a subset of the tokens.
@@ -261,11 +227,8 @@ impl<'a> Batch<'a> {
         let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
         let (ids, target_rows, targets, seqs, ropes);
         if device.is_cpu() {
-            let tables = |r: &Rope| -> crate::model::config::Result<Tables> {
-                let (cos, sin) = r.tables(host.positions, host.docs, device)?;
-                Ok(Tables { cos, sin })
-            };
-            ropes = config.ropes.iter().map(tables).collect::<Result<_, _>>()?;
+            let tables = |r: &Rope| r.tables(host.positions, host.docs, device);
+            ropes = config.ropes.iter().map(tables).collect::<candle_core::Result<_>>()?;
             seqs = Sequences::new(host.docs, past, device)?;
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
@@ -316,8 +279,7 @@ impl<'a> Batch<'a> {
         device: &Device,
     ) -> crate::model::config::Result<Self> {
         for (rope, own) in config.ropes.iter().zip(&mut self.context.ropes) {
-            let (cos, sin) = rope.tables(positions, &[tokens], device)?;
-            *own = Tables { cos, sin };
+            *own = rope.tables(positions, &[tokens], device)?;
         }
         Ok(self)
     }

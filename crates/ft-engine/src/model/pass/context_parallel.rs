@@ -4,9 +4,9 @@
 //! norm and rotation. A segment attends like a chunk of a longer prompt: the last positions of the key range have the
 //! queries. In the backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
 
-use super::count_exchange;
+use super::{count_exchange, wide};
 use crate::ranks::{CollectiveId, Comm};
-use candle_core::{DType, Result};
+use candle_core::Result;
 use ft_base::memory::place;
 use ft_kernels::attention::{self, Causal, Sequences};
 use ft_kernels::ledger::Peers;
@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Segments of a micro-batch over a context group.
+#[derive(Debug)]
 pub struct ContextParallel<'a> {
     /// Ranks of the group; `None` in a plan.
     comm: Option<&'a dyn Comm>,
@@ -84,6 +85,7 @@ struct PartPlan {
 }
 
 /// [`Plan`] with the documents of each segment on a device.
+#[derive(Debug)]
 struct Spans {
     plan: Plan,
     seqs: Vec<Sequences>,
@@ -174,11 +176,6 @@ fn union(mut all: Vec<Range<usize>>) -> Vec<Range<usize>> {
     out
 }
 
-/// Dtype of sums over segments and ranks.
-fn wide(x: &Tensor) -> DType {
-    if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
-}
-
 /// Place of a token in a list of ranges laid end to end.
 fn place_of(token: usize, ranges: &[Range<usize>]) -> usize {
     let before = ranges.iter().take_while(|r| r.end <= token).map(|r| r.len()).sum::<usize>();
@@ -231,18 +228,14 @@ impl Plan {
 impl<'a> ContextParallel<'a> {
     /// Segments of a micro-batch with documents of these lengths. `comm` is the context group.
     pub fn new(comm: &'a dyn Comm, docs: &[usize], segments: Vec<Vec<Range<usize>>>) -> Self {
-        Self::with(Some(comm), comm.rank(), docs, segments)
+        Self { comm: Some(comm), ..Self::planned(docs, segments, comm.rank()) }
     }
 
     /// As [`ContextParallel::new`], of rank `me` in a plan.
     pub fn planned(docs: &[usize], segments: Vec<Vec<Range<usize>>>, me: usize) -> Self {
-        Self::with(None, me, docs, segments)
-    }
-
-    fn with(comm: Option<&'a dyn Comm>, me: usize, docs: &[usize], segments: Vec<Vec<Range<usize>>>) -> Self {
         let active = (0..segments.len()).filter(|r| !segments[*r].is_empty()).collect();
         Self {
-            comm,
+            comm: None,
             me,
             docs: docs.to_vec(),
             segments,
@@ -396,7 +389,7 @@ impl<'a> ContextParallel<'a> {
             }
             let (own, dk, dv) = attention::backward(&of(q)?, &k, &v, saved, &of(d_o)?, &how, 0)?;
             dq.push(own);
-            let zeros = |x: &Tensor| Tensor::zeros(x.shape(), wide(x), x.device());
+            let zeros = |x: &Tensor| Tensor::zeros(x.shape(), wide(x.dtype()), x.device());
             let [to_k, to_v] = match &sums {
                 Some(sums) => sums,
                 None => sums.insert([zeros(&keys[0])?, zeros(&keys[1])?]),
@@ -455,12 +448,6 @@ impl<'a> ContextParallel<'a> {
         };
         let [k, v] = sums;
         Ok([add((0, k))?, add((1, v))?])
-    }
-}
-
-impl std::fmt::Debug for ContextParallel<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "segments {:?}, of rank {}", self.segments, self.me)
     }
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::ranks::{self, Axis};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use ft_data::segments;
 use ft_kernels::check::{randn, values};
 use std::time::Duration;

@@ -31,6 +31,18 @@ impl Slot {
         self.range().end.next_multiple_of(BLOCK)
     }
 
+    /// Slots of tensors with these rows and columns, end to end in one buffer, and its length.
+    #[cfg(test)]
+    pub fn end_to_end(shapes: impl IntoIterator<Item = (usize, usize)>) -> (Vec<Self>, usize) {
+        let mut offset = 0;
+        let slots = shapes.into_iter().enumerate().map(|(index, (rows, cols))| {
+            let slot = Self { index, flat: 0, offset, rows, cols };
+            offset += rows * cols;
+            slot
+        });
+        (slots.collect(), offset)
+    }
+
     /// Element range in the buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.rows * self.cols
@@ -115,9 +127,9 @@ impl<'a> GradAccumulator<'a> {
         slots.sort_by_key(|s| (s.flat, s.offset));
         // adjacent ones at once, with the zeros between them
         for run in slots.chunk_by(|a, b| a.flat == b.flat && a.end() == b.offset) {
-            if let [first, ..] = run {
-                let end = run.last().map_or(0, |s| s.range().end);
-                self.buffer(first.flat)?.narrow(0, first.offset, end - first.offset)?.zero_set()?;
+            if let (Some(first), Some(last)) = (run.first(), run.last()) {
+                let len = last.range().end - first.offset;
+                self.buffer(first.flat)?.narrow(0, first.offset, len)?.zero_set()?;
             }
         }
         Ok(())
@@ -185,16 +197,8 @@ impl<'a> GradAccumulator<'a> {
                     let Slot { offset, rows, cols, .. } = slot;
                     let round = seen.entry(slot.index).or_default();
                     let at = (slot.flat, std::mem::replace(round, *round + 1));
-                    rounds.entry(at).or_default().push(gemm::GradProduct {
-                        offset,
-                        rows,
-                        cols,
-                        a,
-                        b,
-                        alpha,
-                        add,
-                        alike,
-                    });
+                    let product = gemm::GradProduct { offset, rows, cols, a, b, alpha, add, alike };
+                    rounds.entry(at).or_default().push(product);
                 }
             }
         }

@@ -8,6 +8,7 @@ pub mod shared_state;
 pub mod stage_boundary;
 
 use crate::ranks::PeerTensor;
+use candle_core::DType;
 use ft_kernels::ledger::{Cost, Peers};
 
 /// Accounts for an exchange and the bytes that it brings, in a plan.
@@ -16,4 +17,9 @@ fn count_exchange(peers: Peers, into: &[PeerTensor]) {
     if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
         ledger.work(Cost::exchange(peers, bytes));
     }
+}
+
+/// Dtype of sums over segments and ranks, of values in `dtype`.
+fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

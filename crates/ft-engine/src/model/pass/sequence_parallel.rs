@@ -6,10 +6,10 @@
 //! backward pass does the same with gradients.
 
 use super::batch::Context;
-use super::count_exchange;
 use super::shared_state::SharedState;
-use crate::ranks::{CollectiveId, Comm};
-use candle_core::{DType, Result};
+use super::{count_exchange, wide};
+use crate::ranks::{CollectiveId, Comm, PeerTensor};
+use candle_core::Result;
 use ft_base::memory::place;
 use ft_kernels::ledger::Peers;
 use ft_kernels::{Tensor, gemm};
@@ -17,28 +17,26 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens of a micro-batch over a tensor group.
+#[derive(Debug)]
 pub struct SequenceParallel<'a> {
-    /// Ranks of the group; `None` in a plan.
-    comm: Option<&'a dyn Comm>,
-    /// This rank in the group.
-    me: usize,
+    /// Ranks of the group.
+    group: Columns<'a>,
     /// Tokens of each rank, end to end. A rank without tokens has one row that no other sees.
     parts: Vec<Range<usize>>,
     /// Context of all tokens.
     whole: Context<'a>,
-    /// A fault that tests must notice.
-    #[cfg(test)]
-    fault: Option<Fault>,
 }
 
 /// Ranks with other columns of the same rows.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
     /// The ranks; `None` in a plan.
     comm: Option<&'a dyn Comm>,
+    /// This rank in the group.
     me: usize,
     /// Number of ranks.
     pub ranks: usize,
+    /// A fault that tests must notice.
     #[cfg(test)]
     fault: Option<Fault>,
 }
@@ -53,7 +51,7 @@ impl Columns<'_> {
         let others = || (0..self.ranks).filter(|r| *r != self.me);
         let out: Vec<_> = others().map(|r| (r, own.clone())).collect();
         let into = others().map(|r| Ok((r, own.zeros_like()?))).collect::<Result<Vec<_>>>()?;
-        exchange(self.comm, "the sums of rows", &out, &into)?;
+        self.exchange("the sums of rows", &out, &into)?;
         #[cfg(test)]
         if self.fault == Some(Fault::Rows) {
             return Ok(own);
@@ -65,28 +63,21 @@ impl Columns<'_> {
         }
         Ok(sum)
     }
-}
 
-impl std::fmt::Debug for Columns<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "columns of rank {} of {}", self.me, self.ranks)
+    /// Exchanges rows with the ranks; in a plan, accounts for it.
+    fn exchange(&self, what: &'static str, out: &[PeerTensor], into: &[PeerTensor]) -> Result<()> {
+        #[cfg(test)]
+        if self.fault == Some(Fault::Lost) && place::now().1 == 2 {
+            candle_core::bail!("a fault of a test");
+        }
+        let Some(comm) = self.comm else {
+            count_exchange(Peers::Tensor, into);
+            return Ok(());
+        };
+        let at = CollectiveId::unit(what, place::now().1);
+        let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
+        sent.map_err(candle_core::Error::wrap)
     }
-}
-
-/// Exchanges rows with the ranks of a tensor group; in a plan, accounts for it.
-fn exchange(
-    comm: Option<&dyn Comm>,
-    what: &'static str,
-    out: &[(usize, Tensor)],
-    into: &[(usize, Tensor)],
-) -> Result<()> {
-    let Some(comm) = comm else {
-        count_exchange(Peers::Tensor, into);
-        return Ok(());
-    };
-    let at = CollectiveId::unit(what, place::now().1);
-    let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
-    sent.map_err(candle_core::Error::wrap)
 }
 
 /// Faults of tensor parallelism, for tests of the tests.
@@ -120,29 +111,22 @@ impl<'a> SequenceParallel<'a> {
     }
 
     fn with(comm: Option<&'a dyn Comm>, me: usize, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
-        let columns = Columns {
+        let group = Columns {
             comm,
             me,
             ranks: parts.len(),
             #[cfg(test)]
             fault: None,
         };
-        let whole = Context { columns: Some(columns), ..whole };
-        Self {
-            comm,
-            me,
-            parts,
-            whole,
-            #[cfg(test)]
-            fault: None,
-        }
+        Self { group, parts, whole: Context { columns: Some(group), ..whole } }
     }
 
     /// The same with a fault.
     #[cfg(test)]
     pub fn with_fault(mut self, fault: Option<Fault>) -> Self {
-        self.whole.columns.iter_mut().for_each(|columns| columns.fault = fault);
-        Self { fault, ..self }
+        self.group.fault = fault;
+        self.whole.columns = Some(self.group);
+        self
     }
 
     /// The same for a pass with this state between its layers.
@@ -163,7 +147,7 @@ impl<'a> SequenceParallel<'a> {
 
     /// Tokens of this rank.
     fn own(&self) -> Range<usize> {
-        self.parts[self.me].clone()
+        self.parts[self.group.me].clone()
     }
 
     /// Tokens of all ranks.
@@ -173,15 +157,7 @@ impl<'a> SequenceParallel<'a> {
 
     /// Ranks with tokens, without this one.
     fn peers(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
-        self.parts.iter().enumerate().filter(|(r, part)| *r != self.me && !part.is_empty())
-    }
-
-    fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
-        #[cfg(test)]
-        if self.fault == Some(Fault::Lost) && place::now().1 == 2 {
-            candle_core::bail!("a fault of a test");
-        }
-        exchange(self.comm, what, out, into)
+        self.parts.iter().enumerate().filter(|(r, part)| *r != self.group.me && !part.is_empty())
     }
 
     /// Rows of all ranks' tokens, from those of this rank's: `[own, d]` -> `[t, d]`. Collective.
@@ -195,11 +171,11 @@ impl<'a> SequenceParallel<'a> {
         if mine.len() == rows {
             all.narrow(0, mine.start, rows)?.slice_set(&own, 0, 0)?;
         }
-        let to = (0..self.parts.len()).filter(|r| *r != self.me && !mine.is_empty());
+        let to = (0..self.parts.len()).filter(|r| *r != self.group.me && !mine.is_empty());
         let out: Vec<_> = to.map(|r| (r, own.clone())).collect();
         let view = |(r, part): (usize, &Range<usize>)| Ok((r, all.narrow(0, part.start, part.len())?));
         let into = self.peers().map(view).collect::<Result<Vec<_>>>()?;
-        self.exchange("the gathering of tokens", &out, &into)?;
+        self.group.exchange("the gathering of tokens", &out, &into)?;
         Ok(all)
     }
 
@@ -212,13 +188,12 @@ impl<'a> SequenceParallel<'a> {
         let (dtype, partial) = (partial.dtype(), partial.contiguous()?);
         let view = |(r, part): (usize, &Range<usize>)| Ok((r, partial.narrow(0, part.start, part.len())?));
         let out = self.peers().map(view).collect::<Result<Vec<_>>>()?;
-        let froms = (0..self.parts.len()).filter(|r| *r != self.me && !mine.is_empty());
+        let froms = (0..self.parts.len()).filter(|r| *r != self.group.me && !mine.is_empty());
         let room = |r| Ok((r, Tensor::zeros((mine.len(), d), dtype, partial.device())?));
         let into = froms.map(room).collect::<Result<Vec<_>>>()?;
-        self.exchange("the sum of partial products", &out, &into)?;
+        self.group.exchange("the sum of partial products", &out, &into)?;
         drop(out);
-        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let sum = Tensor::zeros((mine.len().max(1), d), wide, partial.device())?;
+        let sum = Tensor::zeros((mine.len().max(1), d), wide(dtype), partial.device())?;
         if mine.is_empty() {
             return sum.to_dtype(dtype);
         }
@@ -226,24 +201,18 @@ impl<'a> SequenceParallel<'a> {
         for rank in 0..self.parts.len() {
             let came = into.iter().find(|(r, _)| *r == rank).map(|(_, t)| t);
             #[cfg(test)]
-            let came = came.filter(|_| self.fault != Some(Fault::Sum));
+            let came = came.filter(|_| self.group.fault != Some(Fault::Sum));
             match came {
                 Some(part) => gemm::acc(&sum, part)?,
-                None if rank == self.me => gemm::acc(&sum, &own)?,
+                None if rank == self.group.me => gemm::acc(&sum, &own)?,
                 None => {}
             }
         }
         #[cfg(test)]
-        if self.fault == Some(Fault::Mean) {
+        if self.group.fault == Some(Fault::Mean) {
             return sum.affine(1.0 / self.parts.len() as f64, 0.0)?.to_dtype(dtype);
         }
         drop((own, partial, into));
         sum.to_dtype(dtype)
-    }
-}
-
-impl std::fmt::Debug for SequenceParallel<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "tokens {:?}, of rank {}", self.parts, self.me)
     }
 }

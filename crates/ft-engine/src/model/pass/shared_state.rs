@@ -49,13 +49,9 @@ impl SharedState {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a pass with the per-layer inputs `[t, l p]`; `wants` is whether their gradient is wanted.
-    pub fn set_inputs(&self, inputs: Tensor, wants: bool) {
-        self.set_inputs_of(0, inputs, wants);
-    }
-
-    /// As [`SharedState::set_inputs`], of the layers from `first` on.
-    pub fn set_inputs_of(&self, first: usize, inputs: Tensor, wants: bool) {
+    /// Starts a pass with the per-layer inputs `[t, l p]` of the layers from `first` on; `wants` is whether their
+    /// gradient is wanted.
+    pub fn set_inputs(&self, first: usize, inputs: Tensor, wants: bool) {
         let mut state = self.state();
         (state.inputs, state.first, state.wants_inputs) = (Some(inputs), first, wants);
     }

@@ -76,7 +76,7 @@ impl StageBoundary {
     pub fn set_forward_tensors(&self, shared_state: &SharedState, received: Vec<Tensor>) -> Result<()> {
         let mut received = received.into_iter();
         if let Some((_, layers)) = &self.inputs {
-            shared_state.set_inputs_of(layers.start, next(&mut received)?, self.wants);
+            shared_state.set_inputs(layers.start, next(&mut received)?, self.wants);
         }
         self.keys.iter().try_for_each(|(l, _)| {
             shared_state.lend_keys(*l, [next(&mut received)?, next(&mut received)?]);

@@ -124,12 +124,8 @@ impl Buffer {
         allocate(&self.whole)?;
         if self.shard.is_split() {
             let parts = self.shard.parts(self.whole.elem_count());
-            return split.group(comm, self.kind).all_gather(
-                at,
-                self.held.values.clone(),
-                &parts,
-                &self.whole,
-            );
+            let (group, own) = (split.group(comm, self.kind), self.held.values.clone());
+            return group.all_gather(at, own, &parts, &self.whole);
         }
         Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }

@@ -72,7 +72,7 @@ pub(crate) fn layout(
     (slots, layouts)
 }
 
-/// Units in which layers use the f32 master weights directly: DoRA's magnitudes are applied in f32. Every
+/// Units or buffers in which layers use the f32 master weights directly: DoRA's magnitudes are applied in f32. Every
 /// rank holds them in full.
 pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
     parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()

@@ -1,6 +1,6 @@
 //! The part of a tensor on a rank that cuts matrices with others.
 
-use crate::adapters::{Part, Trained};
+use crate::adapters::Part;
 use crate::model::modules::{CutAlong, Kind, Module};
 use candle_core::Result;
 use ft_kernels::tensor::Real;
@@ -81,23 +81,13 @@ impl Piece {
         Self { whole, cut: dim.map(|d| (d, own)) }
     }
 
-    fn of_part(whole: Vec<usize>, cut: CutAlong, part: Part, place: (usize, usize)) -> Self {
+    /// Piece of a part of a module, given the shape of the whole and the cut of the weight.
+    pub(super) fn of_part(whole: Vec<usize>, cut: CutAlong, part: Part, place: (usize, usize)) -> Self {
         let last = whole.last().copied().unwrap_or(0);
         match cut {
             CutAlong::Rows(parts) => Self::new(whole, dim_of(cut, part), &parts, place),
             _ => Self::new(whole, dim_of(cut, part), &[last], place),
         }
-    }
-
-    /// Piece of a part of a module.
-    pub(super) fn of_module(m: &Module, part: Part, place: (usize, usize)) -> Self {
-        let whole = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-        Self::of_part(whole, m.cut, part, place)
-    }
-
-    /// Piece of a trained tensor.
-    pub(super) fn of_trained(t: &Trained, place: (usize, usize)) -> Self {
-        Self::of_part(t.shape.clone(), t.cut, t.part, place)
     }
 
     /// The piece of a tensor that has one element for each `unit` elements of this one (a block's scale, a byte of two
@@ -177,14 +167,9 @@ impl Piece {
         own: Range<usize>,
         mut read: impl FnMut(Range<usize>) -> ft_base::Result<Real>,
     ) -> ft_base::Result<Real> {
-        let mut ranges = self.ranges(own.clone());
-        if ranges.len() == 1
-            && let Some(range) = ranges.pop()
-        {
-            return read(range);
-        }
-        if ranges.is_empty() {
-            return read(0..0);
+        let mut ranges = self.ranges(own);
+        if ranges.len() <= 1 {
+            return read(ranges.pop().unwrap_or(0..0));
         }
         let parts = ranges.into_iter().map(read).collect::<ft_base::Result<Vec<Real>>>()?;
         Ok(Real::cat(&parts, 0)?)

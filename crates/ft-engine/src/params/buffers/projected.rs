@@ -70,7 +70,7 @@ pub struct Projected {
     /// Rows and columns.
     pub dims: (usize, usize),
     /// Rows and columns of the projection.
-    low: (usize, usize),
+    pub low: (usize, usize),
     /// Basis `[min(o, i), r]`, f32.
     pub basis: Tensor,
     /// Moments of the flattened projection.
@@ -90,11 +90,6 @@ impl Projected {
     /// Whether the projection is from the right, preserving the rows.
     pub fn is_right(&self) -> bool {
         self.dims.0 >= self.dims.1
-    }
-
-    /// Dimensions of the projection.
-    pub fn low(&self) -> (usize, usize) {
-        self.low
     }
 
     /// Projects a gradient `[o, i]`.

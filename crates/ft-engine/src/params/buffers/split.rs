@@ -80,12 +80,13 @@ impl Split {
 
     /// This rank's piece of a trained tensor.
     pub fn piece_of(&self, t: &Trained) -> Piece {
-        Piece::of_trained(t, self.place())
+        Piece::of_part(t.shape.clone(), t.cut, t.part, self.place())
     }
 
     /// This rank's piece of a part of a module.
     pub fn piece(&self, m: &Module, part: Part) -> Piece {
-        Piece::of_module(m, part, self.place())
+        let whole = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
+        Piece::of_part(whole, m.cut, part, self.place())
     }
 
     /// Whether this rank adds the bias of a module: of a product over cut columns, one rank does.
@@ -104,7 +105,8 @@ impl Split {
         let unit = number % units.max(1);
         let kind = match number / units.max(1) {
             _ if !self.has(unit) => return None,
-            0 if unit == 0 && self.has_ends() => FlatKind::Ends,
+            // Embedding and head share a table on different stages.
+            0 if unit == 0 && self.tied && self.mesh.pipeline > 1 => FlatKind::Ends,
             0 => FlatKind::Whole,
             1 if self.mesh.tensor > 1 => FlatKind::Cut,
             n if n == self.first_owner() + self.member() => FlatKind::Expert,
@@ -117,11 +119,6 @@ impl Split {
     pub fn has(&self, unit: usize) -> bool {
         let shares = |u: Units| self.tied && unit == 0 && u.has_head();
         self.units.is_none_or(|u| u.has(unit) || shares(u))
-    }
-
-    /// Whether embedding and head share a table on different stages.
-    fn has_ends(&self) -> bool {
-        self.tied && self.mesh.pipeline > 1
     }
 
     /// Experts of a layer on each rank.

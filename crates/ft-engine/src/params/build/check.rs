@@ -18,11 +18,11 @@ pub(super) fn four_bit(base: &Base, m: &Module, choice: &Choice) -> Option<FourB
 /// * `model.quantize` with nothing left to quantize
 ///
 /// # Errors
-/// [`Error::FourBit`].
+/// [`Error::Key`].
 pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Result<(), Error> {
     let mut made = false;
     for (m, choice) in &selection.modules {
-        let fail = |why: &str| Err(Error::FourBit { module: m.name.clone(), why: why.into() });
+        let fail = |why: &str| Err(Error::Key { place: m.name.clone(), why: why.into() });
         if matches!(choice, Choice::Full { .. })
             && base.only_4bit(m)
             && !adapter.is_some_and(|a| a.replaces(&m.name))
@@ -53,7 +53,7 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
     if base.quantizes() && !made {
         let why =
             "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
-        return Err(Error::FourBit { module: "model.quantize = \"nf4\"".into(), why: why.into() });
+        return Err(Error::Key { place: "model.quantize = \"nf4\"".into(), why: why.into() });
     }
     Ok(())
 }

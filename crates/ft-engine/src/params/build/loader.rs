@@ -75,16 +75,12 @@ impl<'a> Loader<'a> {
         }
         let books = CodeTables::new(b.device)?;
         let bar = b.shown.map(|what| bytes_bar(what, b.base.bytes()));
-        let (numbers, tensors, split, norms) = (HashMap::new(), HashMap::new(), None, Vec::new());
-        let comm = b.comm.unwrap_or(alone);
-        let mut loader = Self { b, comm, params, numbers, tensors, books, split, norms, bar };
-        for (i, (m, _)) in b.selection.modules.iter().enumerate() {
-            loader.numbers.insert(m.name.clone(), i);
-        }
-        for (i, t) in loader.params.tensors.iter().enumerate() {
-            loader.tensors.insert((t.module.clone(), t.part), i);
-        }
-        Ok(loader)
+        let modules = b.selection.modules.iter().enumerate();
+        let numbers = modules.map(|(i, (m, _))| (m.name.clone(), i)).collect();
+        let tensors = params.tensors.iter().enumerate();
+        let tensors = tensors.map(|(i, t)| ((t.module.clone(), t.part), i)).collect();
+        let (comm, split, norms) = (b.comm.unwrap_or(alone), None, Vec::new());
+        Ok(Self { b, comm, params, numbers, tensors, books, split, norms, bar })
     }
 
     /// Moves on to a module of this rank; entering a new unit completes the previous one.
@@ -129,7 +125,9 @@ impl<'a> Loader<'a> {
         for n in norms {
             self.complete_norms(unit, n)?;
         }
-        units.clone().try_for_each(|u| self.params.release(u))?;
+        for u in units {
+            self.params.release(u)?;
+        }
         Ok(())
     }
 
@@ -137,14 +135,9 @@ impl<'a> Loader<'a> {
     fn others_norm(&self, unit: usize) -> bool {
         let adapted =
             |c: &Choice| matches!(c, Choice::Lora { spec, .. } if spec.dora || self.b.adapter.is_some());
-        let layers = self.b.base.config.layers;
+        let (layers, mut modules) = (self.b.base.config.layers, self.b.selection.modules.iter());
         self.params.split.own().is_some()
-            && self
-                .b
-                .selection
-                .modules
-                .iter()
-                .any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
+            && modules.any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
     }
 
     /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.

@@ -147,14 +147,8 @@ impl Comm for Processes {
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece(members));
-        let said = self.exchange(
-            members,
-            at,
-            &ReduceScatterHeader { gives: part.is_some(), range: range.clone() }.bytes(),
-            true,
-        )?;
-        let said: Vec<ReduceScatterHeader> =
-            said.iter().map(|bytes| ReduceScatterHeader::of(bytes)).collect();
+        let own = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
+        let said = own.all_gather(self, members, at)?;
         self.received.count(at, size_of::<f32>() * range.len() * (members.len() - 1));
         let most = said.iter().map(|s| s.range.len()).max().unwrap_or(0);
         let mut round = Round::new(world, self.others(members));

@@ -59,16 +59,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let about = format!("{host}\n{}", processors());
     let (rank, world) = launch.map_or((0, 1), |l| (l.rank, l.world));
-    let fail = |why: String, code| Error {
-        rank,
-        world,
-        stage: None,
-        host: host.clone(),
-        at: START,
-        why,
-        code,
-        hangs: false,
-    };
+    let fail = |why: String, code| Error::new((rank, world), host.clone(), START, why, code);
     match launch.map(|l| (l, &l.rendezvous)) {
         Some((launch, Rendezvous::At(host, port))) => {
             let lost = |why: String| fail(why, ExitCode::LostRank);

@@ -40,21 +40,18 @@ enum Message {
     At(Collective),
     /// The sender timed out in its collective.
     Late,
-    Failed(LostRank),
+    /// An [`Error`], and whether a process is gone.
+    Failed {
+        rank: usize,
+        host: String,
+        at: String,
+        why: String,
+        code: u8,
+        hangs: bool,
+        died: bool,
+    },
     /// The sender leaves after completing all work.
     Bye,
-}
-
-/// Serialized form of [`Error`].
-#[derive(Serialize, Deserialize)]
-struct LostRank {
-    rank: usize,
-    host: String,
-    at: String,
-    why: String,
-    code: u8,
-    hangs: bool,
-    died: bool,
 }
 
 /// A collective that a rank is in.
@@ -265,7 +262,7 @@ impl Monitor {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
         // leaks a name per reported failure: at most a few per peer
         let at = CollectiveId::all(self.at(rank).leak());
-        self.staged(Error { rank, world: self.world, stage: None, host, at, why, code, hangs: false })
+        self.staged(Error::new((rank, self.world), host, at, why, code))
     }
 
     fn staged(&self, e: Error) -> Error {
@@ -289,8 +286,8 @@ impl Monitor {
         drop(s);
         // Before the failure ends this process: peers that lost it first would name it as the cause.
         let Error { rank, host, at, why, code, hangs, .. } = e.clone();
-        let at = at.to_string();
-        self.send_all(&Message::Failed(LostRank { rank, host, at, why, code: code as u8, hangs, died }));
+        let (at, code) = (at.to_string(), code as u8);
+        self.send_all(&Message::Failed { rank, host, at, why, code, hangs, died });
         let mut s = self.lock();
         s.failed = Some((e, Instant::now(), died));
         call_all(std::mem::take(&mut s.when_failed));
@@ -356,14 +353,13 @@ impl Monitor {
                     s.peers[rank].gone = true;
                     self.changed.notify_all();
                 }
-                Message::Failed(t) => {
+                Message::Failed { rank: lost, host, at, why, code, hangs, died } => {
                     drop(s);
                     // Of other ranks, rank 0 alone knows the collective; of itself, a rank knows it best.
-                    let at = if self.rank == 0 && t.rank != rank { self.at(t.rank) } else { t.at };
-                    let (at, code) = (CollectiveId::all(at.leak()), ExitCode::of(t.code));
-                    let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
-                    let e = Error { rank, world: self.world, stage: None, host, at, why, code, hangs };
-                    self.fail(self.staged(e), t.died);
+                    let at = if self.rank == 0 && lost != rank { self.at(lost) } else { at };
+                    let at = CollectiveId::all(at.leak());
+                    let e = Error::new((lost, self.world), host, at, why, ExitCode::of(code));
+                    self.fail(self.staged(Error { hangs, ..e }), died);
                 }
             }
         }

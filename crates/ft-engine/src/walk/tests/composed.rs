@@ -27,8 +27,7 @@ fn composed_operations_have_pytorchs_gradients_of_adapters() -> Result<()> {
     for c in &cases()? {
         for prefix in c.adapters()? {
             let what = format!("{} {prefix}adapter", c.name());
-            let init = Adapter::open(&c.dir.join(format!("{prefix}adapter_init")))?;
-            let selection = Selection::from_peft(&c.config, &init.config)?;
+            let (init, selection) = c.adapter(&format!("{prefix}adapter_init"))?;
             let rows = Rows::padded(c)?;
             let expected = c.open(&format!("{prefix}lora_expected.safetensors"))?;
             let (n, all) = composed(|| {
@@ -80,12 +79,9 @@ fn composed_operations_have_the_gradients_of_the_cpus_kernels() -> Result<()> {
     for c in &cases()? {
         let rows = Rows::packed(c)?;
         let lora = |dora| adapters(&c.config, dora, &[Group::Attention, Group::Mlp, Group::Experts]);
-        let mut routers = lora(false);
-        for (m, choice) in &mut routers.modules {
-            if matches!(m.group, Group::Norms | Group::Router | Group::Embedding | Group::Head) {
-                *choice = Choice::Full { lr_scale: 1.0 };
-            }
-        }
+        let routers = in_full(lora(false), |m| {
+            matches!(m.group, Group::Norms | Group::Router | Group::Embedding | Group::Head)
+        });
         for (kind, base, selection) in [
             ("in full", c.base.clone(), everything(&c.config)),
             ("LoRA", c.base.clone(), lora(false)),

@@ -5,7 +5,7 @@ use super::*;
 use crate::model::batch::MicroBatchGroup;
 use crate::model::context_parallel::{ContextParallel, Fault};
 use crate::ranks::{self, Axis, CollectiveId, Comm, Mesh};
-use ft_data::{Micro, segments};
+use ft_data::segments;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -35,35 +35,25 @@ impl<'a> Setting<'a> {
     }
 
     fn micro(&self) -> Result<Micro> {
-        let rows = Rows::packed(self.case)?;
-        let Rows { ids, positions, docs, targets, .. } = rows;
-        Ok(Micro { ids, positions, docs, targets, ..Micro::default() })
+        Ok(Rows::packed(self.case)?.micro)
     }
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
-        let grads = p.grads();
-        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut walk =
             Walk::new(d, p.lowest_unit(), self.recompute).router_losses(self.router).neftune(self.neftune);
-        let losses = walk.train(batch, 1.0, &accum)?;
-        accum.settle(None)?;
+        let (losses, _) = train(&mut walk, p, batch, 1.0)?;
         let loss = if losses.is_empty() { 0.0 } else { loss::total(&losses)? };
         let router = match self.router == RouterLosses::default() {
             true => (0.0, 0.0),
             false => walk.routing().read()?.losses()?,
         };
-        let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-        Ok((loss, router, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
-    }
-
-    fn host(m: &Micro) -> HostBatch<'_> {
-        HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets, weights: &[] }
+        Ok((loss, router, gradients(p)?))
     }
 
     fn on_one(&self) -> Result<Step> {
         let (d, p) = self.case.build(&self.selection, None)?;
         let m = self.micro()?;
-        self.walk(&d, &p, &Batch::new(&d.config, Self::host(&m), (40, 7), RANDOM, CPU)?)
+        self.walk(&d, &p, &Batch::new(&d.config, host(&m), (40, 7), RANDOM, CPU)?)
     }
 
     /// Sums over the ranks of the losses and gradients of their segments.
@@ -75,7 +65,7 @@ impl<'a> Setting<'a> {
             context_parallel.fault = fault;
             let part = m.part(context_parallel.own());
             let own = [part.micro.ids.len()];
-            let host = HostBatch { docs: &own, ..Self::host(&part.micro) };
+            let host = HostBatch { docs: &own, ..host(&part.micro) };
             let step = match part.tokens.is_empty() {
                 true => None,
                 false => {
@@ -174,12 +164,10 @@ fn dropout_and_noise_are_drawn_by_token() -> Result<()> {
 /// Each fault is noticed by the comparison above.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
-    let all = cases()?;
-    let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
-    let moe = find("qwen3-moe")?;
-    let full = Setting::new(moe, everything(&moe.config));
+    let moe = case("qwen3-moe")?;
+    let full = Setting::new(&moe, everything(&moe.config));
     let groups = [Group::Attention, Group::Head];
-    let low = Setting::new(moe, adapters(&moe.config, false, &groups));
+    let low = Setting::new(&moe, adapters(&moe.config, false, &groups));
     for (setting, fault) in [
         (&full, Fault::Keys),
         (&full, Fault::Gradients),
@@ -199,15 +187,14 @@ fn every_fault_is_noticed() -> Result<()> {
 /// Cut as in a run, the losses have the bits of one rank.
 #[test]
 fn losses_have_the_bits_of_one_rank() -> Result<()> {
-    let all = cases()?;
-    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let case = case("qwen3-dense")?;
     let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
     let ids: Vec<u32> = (0..700).map(|i| (i * 7 + 3) % d.config.vocab as u32).collect();
     let docs = vec![260, 40, 400];
     let positions = docs.iter().flat_map(|n| 0..*n as u32).collect();
     let targets = (0..699).map(|i| (i, ids[i as usize + 1])).collect();
     let m = Micro { ids, positions, docs, targets, ..Micro::default() };
-    let whole = Batch::new(&d.config, Setting::host(&m), (0, 0), None, CPU)?;
+    let whole = Batch::new(&d.config, host(&m), (0, 0), None, CPU)?;
     let whole = loss::on_host(Walk::new(&d, None, 0).eval(&whole)?)?.concat();
     for count in [2, 3, 4] {
         let all = segments(&m.docs, count);
@@ -215,7 +202,7 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
             let context_parallel = ContextParallel::new(&comm, &m.docs, all.clone());
             let part = m.part(context_parallel.own());
             let own = [part.micro.ids.len()];
-            let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
+            let host = HostBatch { docs: &own, ..host(&part.micro) };
             let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
             let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
             let batch =
@@ -236,9 +223,8 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
 /// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
 #[test]
 fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
-    let all = cases()?;
-    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
-    let setting = Setting::new(case, everything(&case.config));
+    let case = case("qwen3-dense")?;
+    let setting = Setting::new(&case, everything(&case.config));
     let (m, mesh) = (setting.micro()?, Mesh { data: 2, context: 2, ..Mesh::ONE });
     let tokens = m.ids.len();
     let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
@@ -248,7 +234,7 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
         context_parallel.fault = (comm.rank() == 3).then_some(Fault::Lost);
         let part = m.part(context_parallel.own());
         let own = [part.micro.ids.len()];
-        let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
+        let host = HostBatch { docs: &own, ..host(&part.micro) };
         let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
         let done = setting.walk(
             &d,

@@ -45,16 +45,14 @@ impl<'a> Setting<'a> {
     }
 
     /// Two micro-batches of a step, of different lengths.
-    fn micros(&self) -> Result<[Rows; 2]> {
-        Ok([Rows::padded(self.case)?, Rows::packed(self.case)?])
+    fn micros(&self) -> Result<[Micro; 2]> {
+        Ok([Rows::padded(self.case)?.micro, Rows::packed(self.case)?.micro])
     }
 
     fn batch(&self, which: usize) -> Result<Batch<'static>> {
         let all = self.micros()?;
         let first = if which == 0 { (0, 0) } else { (all[0].ids.len(), all[0].targets.len()) };
-        let Rows { ids, positions, docs, targets, .. } = &all[which];
-        let host = HostBatch { ids, positions, docs, targets, weights: &[] };
-        Ok(Batch::new(&self.case.config, host, first, Some(RANDOM), CPU)?)
+        Ok(Batch::new(&self.case.config, host(&all[which]), first, Some(RANDOM), CPU)?)
     }
 
     fn walk<'w>(&self, d: &'w Decoder, p: &Params) -> Walk<'w> {
@@ -64,7 +62,7 @@ impl<'a> Setting<'a> {
 
     fn grads(p: &Params) -> Result<Vec<Option<Vec<f64>>>> {
         let grad = |i: usize| match p.is_here(i) {
-            true => Ok(Some(values(&p.grad(i)?.context("a gradient")?))),
+            true => gradient(p, i).map(Some),
             false => Ok(None),
         };
         (0..p.tensors.len()).map(grad).collect()
@@ -163,16 +161,12 @@ fn gradients_are_those_of_one_rank() -> Result<()> {
     let all = mixtures()?;
     assert!(all.len() >= 2);
     for case in &all {
-        let nf4 = case.nf4();
-        for (selection, in_4_bits) in [
-            (everything(&case.config), false),
-            (adapters(&case.config, false, GROUPS), false),
-            (adapters(&case.config, true, GROUPS), true),
+        for (selection, base) in [
+            (everything(&case.config), case.base.clone()),
+            (adapters(&case.config, false, GROUPS), case.base.clone()),
+            (adapters(&case.config, true, GROUPS), case.nf4()),
         ] {
-            let mut setting = Setting::new(case, selection);
-            if in_4_bits {
-                setting.base = nf4.clone();
-            }
+            let mut setting = Setting { base, ..Setting::new(case, selection) };
             let experts = case.config.moe.as_ref().map_or(0, |m| m.experts);
             let fits = |(_, turn): &(usize, &&[Option<usize>])| experts.is_multiple_of(turn.len());
             for (i, turn) in TURNS.iter().enumerate().filter(fits) {
@@ -188,10 +182,9 @@ fn gradients_are_those_of_one_rank() -> Result<()> {
 /// Each fault is noticed by the comparison above.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
-    let all = mixtures()?;
-    let case = all.iter().find(|c| c.name() == "qwen3-moe").context("a mixture")?;
-    let full = Setting::new(case, everything(&case.config));
-    let low = Setting::new(case, adapters(&case.config, false, GROUPS));
+    let case = case("qwen3-moe")?;
+    let full = Setting::new(&case, everything(&case.config));
+    let low = Setting::new(&case, adapters(&case.config, false, GROUPS));
     for (setting, fault) in [
         (&full, Fault::Gates),
         (&full, Fault::Inputs),

@@ -93,10 +93,8 @@ fn packed_documents_are_as_if_alone() -> Result<()> {
 #[test]
 fn eight_bit_weights_are_codes_times_scales() -> Result<()> {
     let dir = fixtures().join("fp8");
-    let config = Config::load(&dir.join("model"), &Map::new())?;
-    let base = Base::open(config.clone(), &dir.join("model"))?;
-    base.check()?;
-    let c = Case { dir, config, base };
+    let c = Case::of(&dir, &dir.join("model"))?;
+    c.base.check()?;
     let (files, expected) = (c.files()?, c.open("expected.safetensors")?);
     let mut compared = 0;
     for name in expected.names().filter_map(|n| n.strip_prefix("dequantized.")) {
@@ -113,14 +111,11 @@ fn eight_bit_weights_are_codes_times_scales() -> Result<()> {
     assert!(compared >= 2);
     let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
     let rows = Rows::padded(&c)?;
-    let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
-    let want = rows.select(&expected.tensor("logits", DType::F32, CPU)?.into())?;
-    let apart = distance(&values(&logits), &values(&want));
+    let apart = logits_apart(&d, &rows, &expected, "logits")?;
     assert!(apart <= BAR, "{apart:e} apart");
     // straight to 4 bits
     let (four, _) = c.build_nf4(&Selection::frozen(&c.config))?;
-    let logits = Walk::new(&four, None, 0).logits(&rows.batch(&c.config)?)?;
-    let apart = distance(&values(&logits), &values(&want));
+    let apart = logits_apart(&four, &rows, &expected, "logits")?;
     assert!(apart > BAR && apart < 0.3, "{apart:e} apart");
     Ok(())
 }
@@ -179,14 +174,11 @@ fn mxfp4_weights_are_read_as_values() -> Result<()> {
     }
     assert_eq!(compared, 8);
     let rows = Rows::padded(&c)?;
-    let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
-    let want = values(&rows.select(&expected.tensor("logits", DType::F32, CPU)?.into())?);
-    assert!(distance(&values(&logits), &want) <= BAR);
+    assert!(logits_apart(&d, &rows, &expected, "logits")? <= BAR);
     assert!(backward(&d, &p, &rows.batch(&c.config)?, 0)?.1.iter().all(|reached| *reached));
     let (four, _) = c.build_nf4(&Selection::frozen(&c.config))?;
     assert!(four.linears().iter().any(|(m, l)| m.expert.is_some() && matches!(l.weight, Weight::Nf4(_))));
-    let logits = Walk::new(&four, None, 0).logits(&rows.batch(&c.config)?)?;
-    let apart = distance(&values(&logits), &want);
+    let apart = logits_apart(&four, &rows, &expected, "logits")?;
     assert!(apart > BAR && apart < 0.3, "{apart:e} apart");
     Ok(())
 }
@@ -195,10 +187,8 @@ fn mxfp4_weights_are_read_as_values() -> Result<()> {
 #[test]
 fn mxfp4_weights_and_logits_are_those_of_transformers() -> Result<()> {
     let dir = fixtures().join("families/gpt-oss/mxfp4");
-    let config = Config::load(&dir.join("model"), &Map::new())?;
-    let base = Base::open(config.clone(), &dir.join("model"))?;
-    base.check()?;
-    let c = Case { dir, config, base };
+    let c = Case::of(&dir, &dir.join("model"))?;
+    c.base.check()?;
     let expected = c.open("expected.safetensors")?;
     let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
     let mut compared = 0;
@@ -211,14 +201,9 @@ fn mxfp4_weights_and_logits_are_those_of_transformers() -> Result<()> {
         compared += 1;
     }
     assert_eq!(compared, 8);
-    let beside =
-        Case { dir: fixtures().join("families/gpt-oss"), config: c.config.clone(), base: c.base.clone() };
-    let rows = Rows::padded(&beside)?;
-    let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
-    let want = rows.select(&expected.tensor("logits", DType::F32, CPU)?.into())?;
-    assert!(distance(&values(&logits), &values(&want)) <= BAR);
-    let init = Adapter::open(&c.dir.join("adapter_init"))?;
-    let selection = Selection::from_peft(&c.config, &init.config)?;
+    let rows = Rows::padded(&case("gpt-oss")?)?;
+    assert!(logits_apart(&d, &rows, &expected, "logits")? <= BAR);
+    let (init, selection) = c.adapter("adapter_init")?;
     let (d, p) = c.build(&selection, Some(&init))?;
     let expected = c.open("lora_expected.safetensors")?;
     assert_eq!(compare("mxfp4", &d, &p, &rows, &expected, "")?, p.tensors.len());

@@ -13,12 +13,11 @@ use std::sync::Arc;
 
 /// Cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
 fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nf4"));
     let mut out = Vec::new();
     for c in cases()? {
-        let dir = root.join(c.name());
+        let dir = fixtures().join("nf4").join(c.name());
         if dir.is_dir() {
-            out.push((Case { dir: c.dir.clone(), ..open(&dir.join("model"))? }, dir));
+            out.push((Case::of(&c.dir, &dir.join("model"))?, dir));
         }
     }
     assert!(out.len() >= 5, "only {} cases", out.len());
@@ -28,18 +27,6 @@ fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
 /// Number of 4-bit linear modules of a model, including experts.
 fn four_bit_count(config: &Config) -> usize {
     modules(config).iter().filter(|m| quant::applies_to(m)).count()
-}
-
-fn open(dir: &std::path::Path) -> Result<Case> {
-    let config = Config::load(dir, &Map::new())?;
-    let base = Base::open(config.clone(), dir)?;
-    Ok(Case { dir: dir.into(), config, base })
-}
-
-fn lora(c: &Case) -> Result<(Adapter, Selection)> {
-    let adapter = Adapter::open(&c.dir.join("adapter_init"))?;
-    let selection = Selection::from_peft(&c.config, &adapter.config)?;
-    Ok((adapter, selection))
 }
 
 /// The dequantized values of all 4-bit linear modules.
@@ -57,7 +44,7 @@ fn dequantized(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
 #[test]
 fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     for (c, dir) in four_bit_cases()? {
-        let (adapter, selection) = lora(&c)?;
+        let (adapter, selection) = c.adapter("adapter_init")?;
         let (d, p) = c.build(&selection, Some(&adapter))?;
         assert_eq!(dequantized(&d)?.len(), four_bit_count(&c.config), "{}", c.name());
         let expected = TensorFiles::open_file(&dir.join("lora_expected.safetensors"))?;
@@ -68,7 +55,7 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
 }
 
 /// A dense f32 model with the dequantized values of the 4-bit linear modules.
-fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
+fn dense_of(c: &Case, d: &Decoder, folder: &Path) -> Result<Case> {
     let mut tensors: Vec<(String, ft_kernels::Real)> = Vec::new();
     let coded: Vec<(String, Tensor)> = dequantized(d)?;
     for m in modules(&c.config).into_iter().chain(constants(&c.config)) {
@@ -111,7 +98,7 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_dequantized_weights() -> Result<(
     assert!(bases.len() >= 12, "only {} cases", bases.len());
     let (mut worst, mut unequal, mut all) = ((0f64, String::new()), 0, 0);
     for (c, quantize) in &bases {
-        let (adapter, selection) = lora(c)?;
+        let (adapter, selection) = c.adapter("adapter_init")?;
         let (d, p) = build(&c.base.clone().in_nf4(*quantize), &selection, Some(&adapter))?;
         assert_eq!(dequantized(&d)?.len(), four_bit_count(&c.config), "{}", c.name());
         let folder = tempfile::tempdir()?;
@@ -124,8 +111,7 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_dequantized_weights() -> Result<(
             let (theirs, _) = backward(&e, &q, &batch, 1)?;
             assert!((ours - theirs).abs() <= 1e-6 * theirs, "{}: {ours} {theirs}", c.name());
             for (i, t) in p.tensors.iter().enumerate() {
-                let grad = |p: &Params| -> Result<_> { Ok(values(&p.grad(i)?.context("gradient")?)) };
-                let (ours, theirs) = (grad(&p)?, grad(&q)?);
+                let (ours, theirs) = (gradient(&p, i)?, gradient(&q, i)?);
                 let apart = if ours == theirs { 0.0 } else { distance(&ours, &theirs) };
                 let what = format!("{} {}", c.name(), t.name);
                 assert!(apart <= BAR, "{what}: {apart:.1e}");
@@ -177,19 +163,14 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
                 for head_rows in [16, 17, usize::MAX] {
                     let inputs = Inputs::default();
                     let execution = Execution { micro_rows: 1, recompute, inputs, dequantize, head_rows };
-                    let grads = p.grads();
-                    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
                     let mut watch = |_, _| {
                         none_is_dequantized(&d);
                     };
                     let walk = Walk::chosen(&d, p.lowest_unit(), &execution);
-                    let losses = walk.watched(&mut watch).train(&batch, 1.0, &accum)?;
-                    accum.settle(None)?;
+                    let (losses, _) = train(&mut walk.watched(&mut watch), &p, &batch, 1.0)?;
                     assert!(none_is_dequantized(&d) > 0);
                     let losses: Vec<f64> = losses.iter().flat_map(values).collect();
-                    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-                    let grads: Vec<Vec<f64>> = (0..p.tensors.len()).map(grad).collect::<Result<_>>()?;
-                    let this = (losses, grads);
+                    let this = (losses, gradients(&p)?);
                     let what = format!("{}: {execution:?}", c.name());
                     assert!(*first.get_or_insert_with(|| this.clone()) == this, "{what}");
                 }
@@ -234,7 +215,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
         Ok(dequantized(d)?.into_iter().map(|(n, t)| (n, values(&t))).collect())
     };
     for name in ["qwen3-one-kv", "qwen2-bias", "llama-yarn", "mixtral", "qwen3-moe", "mixtral-fused"] {
-        let c = cases()?.into_iter().find(|c| c.name() == name).context("a case")?;
+        let c = case(name)?;
         let frozen = Selection::frozen(&c.config);
         let (d, _) = c.build_nf4(&frozen)?;
         let loading = bits(&d)?;
@@ -243,7 +224,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
         let out = folder.path().join("four-bit");
         let report = quantize(&c.config, &c.dir.join("model"), &out, true)?;
         assert_eq!(report.linears, loading.len());
-        let written = open(&out)?;
+        let written = Case::of(&out, &out)?;
         assert!(written.config.four_bit);
         let (e, _) = written.build(&frozen, None)?;
         assert!(bits(&e)? == loading, "{name}");
@@ -262,7 +243,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
 /// Memory of 4-bit tensors matches the computed size of codes and scales.
 #[test]
 fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
-    let c = cases()?.into_iter().find(|c| c.name() == "qwen2-bias").context("a case")?;
+    let c = case("qwen2-bias")?;
     let frozen = Selection::frozen(&c.config);
     for base in [c.nf4(), Base::random(c.config.clone(), 7).in_nf4(true)] {
         let (d, _) = build(&base, &frozen, None)?;
@@ -291,13 +272,10 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     let error = c.build(&s, None).err().context("it was built")?.to_string();
     assert!(error.starts_with(&format!("{name}: its weight is 4-bit and cannot train in full")), "{error}");
     // the original weights can train, and so can modules that are not 4-bit
-    let dense = cases()?.into_iter().find(|d| d.name() == c.name()).context("the dense case")?;
+    let dense = case(&c.name())?;
     assert!(dense.build(&s, None).is_ok());
     assert!(dense.build_nf4(&s).is_ok());
-    let mut s = Selection::frozen(&c.config);
-    for (_, choice) in s.modules.iter_mut().filter(|(m, _)| m.group == Group::Norms) {
-        *choice = Choice::Full { lr_scale: 1.0 };
-    }
+    let s = in_full(Selection::frozen(&c.config), |m| m.group == Group::Norms);
     let (d, p) = c.build(&s, None)?;
     let (_, reached) = backward(&d, &p, &Rows::padded(&c)?.batch(&c.config)?, 0)?;
     assert!(reached.iter().all(|r| *r));
@@ -324,7 +302,7 @@ fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
 #[test]
 fn merging_reports_what_it_loses() -> Result<()> {
     for (c, _) in four_bit_cases()? {
-        let (adapter, selection) = lora(&c)?;
+        let (adapter, selection) = c.adapter("adapter_init")?;
         let (d, _) = c.build(&selection, Some(&adapter))?;
         let batch = Rows::padded(&c)?.batch(&c.config)?;
         let mut all = MergeCost::default();
@@ -352,7 +330,7 @@ fn merging_reports_what_it_loses() -> Result<()> {
 #[test]
 fn nf4_codes_agree_only_with_the_weights_they_encode() -> Result<()> {
     for (c, _) in four_bit_cases()? {
-        let original = cases()?.into_iter().find(|d| d.name() == c.name()).context("the original")?;
+        let original = case(&c.name())?;
         let folder = tempfile::tempdir()?;
         let mut tuned = Vec::new();
         for m in modules(&c.config).into_iter().filter(quant::applies_to) {

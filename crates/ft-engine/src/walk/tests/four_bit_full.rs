@@ -2,27 +2,20 @@
 
 use super::*;
 use crate::load::quantize;
-use crate::params::Allocate;
 use crate::quant;
 
 /// Cases of `tests/fixtures/nf4-full`: the model, the folder, and the tensors trained in full.
 fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nf4-full"));
     let mut out = Vec::new();
     for c in cases()? {
-        let dir = root.join(c.name());
+        let dir = fixtures().join("nf4-full").join(c.name());
         if !dir.is_dir() {
             continue;
         }
         let log: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("trajectory.json"))?)?;
         let trains: Vec<&str> =
             log["trains"].as_array().into_iter().flatten().filter_map(|t| t.as_str()).collect();
-        let mut s = Selection::frozen(&c.config);
-        for (m, choice) in &mut s.modules {
-            if trains.contains(&format!("{}.weight", m.name).as_str()) {
-                *choice = Choice::Full { lr_scale: 1.0 };
-            }
-        }
+        let s = in_full(Selection::frozen(&c.config), |m| trains.contains(&m.weight_name().as_str()));
         let mut ours: Vec<String> = s.trained().into_iter().map(|t| t.name).collect();
         ours.sort();
         let mut theirs: Vec<String> = trains.iter().map(|t| t.to_string()).collect();
@@ -32,11 +25,6 @@ fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
     }
     assert!(out.len() >= 5, "only {} cases", out.len());
     Ok(out)
-}
-
-/// All gradients, by tensor.
-fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
-    (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("gradient")?))).collect()
 }
 
 /// Every linear module of the decoder except routers and trained modules is 4-bit, and the gradients match
@@ -94,7 +82,7 @@ fn tensors_in_full_stay_dense_beside_a_4_bit_base() -> Result<()> {
 /// If every linear module of the decoder trains in full, `model.quantize` has nothing to quantize: an error.
 #[test]
 fn nothing_left_to_quantize_is_an_error() -> Result<()> {
-    let c = cases()?.into_iter().find(|c| c.name() == "mixtral").context("a case")?;
+    let c = case("mixtral")?;
     let mut s = everything(&c.config);
     let nf4 = c.nf4();
     let error = Build::new(&nf4, &s).run().err().context("it was built")?;

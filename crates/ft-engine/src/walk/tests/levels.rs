@@ -4,7 +4,6 @@ use super::*;
 
 /// Loss and gradients of a step with NEFTune noise, dropout and router losses; layer inputs on the host.
 fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result<(u64, Vec<Vec<f64>>)> {
-    let grads = p.grads();
     let losses = match d.config.moe {
         Some(_) => RouterLosses { aux: 0.01, z: 0.001 },
         None => RouterLosses::default(),
@@ -12,11 +11,8 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
     let inputs = Inputs { on_host: recompute.norms > 0, pin: false };
     let how = Execution { recompute, inputs, ..Execution::plain(1, d.config.vocab, false) };
     let mut walk = Walk::chosen(d, p.lowest_unit(), &how).router_losses(losses).neftune(5.0);
-    let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
-    let sums = walk.train(batch, 1.0, &accum)?;
-    accum.settle(None)?;
-    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-    Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+    let (sums, _) = train(&mut walk, p, batch, 1.0)?;
+    Ok((loss::total(&sums)?.to_bits(), gradients(p)?))
 }
 
 /// Dense models and mixtures of experts with every kind of norm, bias and window; full
@@ -31,12 +27,8 @@ fn no_level_changes_a_bit() -> Result<()> {
         let (attention, feed_forward) = (&[Group::Attention][..], &[Group::Mlp, Group::Experts][..]);
         let both = [attention, feed_forward].concat();
         let lora = |dora| adapters(&c.config, dora, &both);
-        let mut norms = adapters(&c.config, false, feed_forward);
-        for (m, choice) in &mut norms.modules {
-            if matches!(m.group, Group::Norms | Group::Router) {
-                *choice = Choice::Full { lr_scale: 1.0 };
-            }
-        }
+        let is_norm = |m: &Module| matches!(m.group, Group::Norms | Group::Router);
+        let norms = in_full(adapters(&c.config, false, feed_forward), is_norm);
         for (kind, base, selection) in [
             ("in full", c.base.clone(), everything(&c.config)),
             ("LoRA", c.base.clone(), lora(false)),

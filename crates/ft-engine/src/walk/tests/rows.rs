@@ -17,12 +17,8 @@ fn rows_have_the_gradients_of_their_tables() -> Result<()> {
     for c in &cases()? {
         let mut rows = Selection::from_rules(&c.config, &rules)?;
         rows.look_up(&c.config, None)?;
-        let mut ends = Selection::frozen(&c.config);
-        for (m, choice) in &mut ends.modules {
-            if matches!(m.group, Group::Embedding | Group::Head) {
-                *choice = Choice::Full { lr_scale: 1.0 };
-            }
-        }
+        let is_table = |m: &Module| matches!(m.group, Group::Embedding | Group::Head);
+        let ends = in_full(Selection::frozen(&c.config), is_table);
         let batch = Rows::padded(c)?.batch(&c.config)?;
         let (d, p) = c.build(&rows, None)?;
         let (whole, all) = c.build(&ends, None)?;
@@ -60,12 +56,12 @@ fn the_padding_token_keeps_the_gradient_of_a_tied_head() -> Result<()> {
     let tied = |c: &&Case| c.config.tied && c.config.layer_inputs.is_none();
     let c = cases.iter().find(tied).context("a case")?;
     let rows = Rows::padded(c)?;
-    let pad = rows.ids[0];
+    let pad = rows.micro.ids[0];
     let grads = |pad: Option<u32>| -> Result<Vec<f64>> {
         let (d, p) = c.build(&everything(&c.config), None)?;
         backward(&d, &p, &rows.batch(&Config { pad, ..c.config.clone() })?, 0)?;
         let table = p.tensors.iter().position(|t| t.module.contains("embed_tokens")).context("a table")?;
-        Ok(values(&p.grad(table)?.context("a gradient")?))
+        gradient(&p, table)
     };
     let (before, after) = (grads(None)?, grads(Some(pad))?);
     let own = pad as usize * c.config.hidden..(pad as usize + 1) * c.config.hidden;
@@ -77,18 +73,15 @@ fn the_padding_token_keeps_the_gradient_of_a_tied_head() -> Result<()> {
 /// PyTorch's `padding_idx`: the row of the padding token, and its column of LoRA's A, get nothing as inputs.
 #[test]
 fn the_padding_token_gives_its_row_no_gradient() -> Result<()> {
-    let cases = cases()?;
-    let c = cases.iter().find(|c| c.name() == "llama-embed-head").context("a case")?;
-    let (rows, vocab) = (Rows::padded(c)?, c.config.vocab);
-    let pad = rows.ids[0];
-    let init = Adapter::open(&c.dir.join("adapter_init"))?;
-    for (selection, adapter) in
-        [(everything(&c.config), None), (Selection::from_peft(&c.config, &init.config)?, Some(&init))]
-    {
+    let c = case("llama-embed-head")?;
+    let (rows, vocab) = (Rows::padded(&c)?, c.config.vocab);
+    let pad = rows.micro.ids[0];
+    let (init, adapted) = c.adapter("adapter_init")?;
+    for (selection, adapter) in [(everything(&c.config), None), (adapted, Some(&init))] {
         let grads = |pad: Option<u32>| -> Result<Vec<Vec<f64>>> {
             let (d, p) = c.build(&selection, adapter)?;
             backward(&d, &p, &rows.batch(&Config { pad, ..c.config.clone() })?, 0)?;
-            (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("a gradient")?))).collect()
+            gradients(&p)
         };
         let (_, p) = c.build(&selection, adapter)?;
         for (t, (before, after)) in p.tensors.iter().zip(grads(None)?.iter().zip(&grads(Some(pad))?)) {

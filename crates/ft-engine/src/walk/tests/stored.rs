@@ -37,8 +37,7 @@ fn a_base_in_half_precision_trains_as_the_same_values_in_f32() -> Result<()> {
     for c in cases()? {
         for (prefix, half) in c.adapters()?.into_iter().zip([DType::BF16, DType::F16].into_iter().cycle()) {
             let what = format!("{} {prefix}{half:?}", c.name());
-            let adapter = Adapter::open(&c.dir.join(format!("{prefix}adapter_init")))?;
-            let selection = Selection::from_peft(&c.config, &adapter.config)?;
+            let (adapter, selection) = c.adapter(&format!("{prefix}adapter_init"))?;
             let folders = [tempfile::tempdir()?, tempfile::tempdir()?];
             let bases = [
                 rounded(&c, half, half, folders[0].path())?,
@@ -49,9 +48,9 @@ fn a_base_in_half_precision_trains_as_the_same_values_in_f32() -> Result<()> {
             for base in &bases {
                 let (d, p) = build(base, &selection, Some(&adapter))?;
                 let (loss, _) = backward(&d, &p, &batch, 1)?;
-                let grads = (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("gradient")?)));
+                let grads = gradients(&p)?;
                 let logits = values(&Walk::new(&d, None, 0).logits(&batch)?);
-                ends.push((loss, logits, grads.collect::<Result<Vec<_>>>()?));
+                ends.push((loss, logits, grads));
                 let (bytes, values) = bytes(&d)?;
                 let full = selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).count();
                 match base.frozen_dtype(&selection.modules[0].0, DType::F32, CPU) {

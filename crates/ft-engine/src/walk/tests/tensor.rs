@@ -5,18 +5,12 @@ use super::*;
 use crate::model::sequence_parallel::{Fault, SequenceParallel, parts};
 use crate::params::buffers::Split;
 use crate::ranks::{self, Axis, CollectiveId, Comm, Group as Ranks, Mesh};
-use ft_data::Micro;
 use std::ops::Range;
 
 /// Seed and step of dropout and noise.
 const RANDOM: Option<(u64, u64)> = Some((5, 3));
 /// Alters the layers of every rank.
 type Alter = fn(&mut Decoder);
-
-fn micro(rows: Rows) -> Micro {
-    let Rows { ids, positions, docs, targets, .. } = rows;
-    Micro { ids, positions, docs, targets, ..Micro::default() }
-}
 
 struct Setting<'a> {
     case: &'a Case,
@@ -33,25 +27,20 @@ type Step = (f64, Vec<Vec<f64>>);
 
 impl<'a> Setting<'a> {
     fn new(case: &'a Case, selection: Selection) -> Result<Self> {
-        let (base, micro) = (case.base.clone(), micro(Rows::packed(case)?));
+        let (base, micro) = (case.base.clone(), Rows::packed(case)?.micro);
         Ok(Self { case, base, selection, recompute: 0.into(), neftune: 5.0, micro })
     }
 
     fn input(&self, m: &Micro, docs: &[usize]) -> Result<Batch<'static>> {
-        let host =
-            HostBatch { ids: &m.ids, positions: &m.positions, docs, targets: &m.targets, weights: &[] };
+        let host = HostBatch { docs, ..host(m) };
         Ok(Batch::new(&self.case.config, host, (40, 7), RANDOM, CPU)?)
     }
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
-        let grads = p.grads();
-        let accum = GradAccumulator::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut walk = Walk::new(d, p.lowest_unit(), self.recompute).neftune(self.neftune);
-        let losses = walk.train(batch, 1.0, &accum)?;
-        accum.settle(None)?;
+        let (losses, _) = train(&mut walk, p, batch, 1.0)?;
         let loss = if batch.target_count == 0 { 0.0 } else { loss::total(&losses)? };
-        let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-        Ok((loss, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+        Ok((loss, gradients(p)?))
     }
 
     fn on_one(&self) -> Result<Step> {
@@ -141,9 +130,10 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
                 setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
                 let far = setting.apart(all, None, |_| ())?;
                 // Rounding of float32: gemma4's gradients on one rank are up to 9e-6 from float64's, and the norm of
-                // qwen3-next's is 1e-5 from PyTorch's.
+                // qwen3-next's is 1e-5 from PyTorch's. Without AVX-512, olmo3's norm is 1.02e-6 from one rank's.
                 let [most, norm] = match case.name().as_str() {
                     "qwen3-next" => [1e-5, 2e-6],
+                    name if name.starts_with("olmo") => [5e-6, 2e-6],
                     name if name.starts_with("gemma4") => [2e-5, 1e-5],
                     _ => [5e-6, 1e-6],
                 };
@@ -169,16 +159,16 @@ fn cut_matrices_are_as_near_to_float64_as_one_rank() -> Result<()> {
         let names: Vec<&str> = trained.iter().map(|t| t.name.as_str()).collect();
         let (mut one, mut many) = (Vec::new(), Vec::new());
         for row in 0..8 {
-            setting.micro = micro(Rows::of_file(&files, &format!("{row}."))?);
+            setting.micro = Rows::of_file(&files, &format!("{row}."))?.micro;
             let targets = setting.micro.targets.len() as f64;
             let found = |i: usize| files.info(&format!("{row}.grad.{}", names[i])).map(|_| i);
             let known: Vec<usize> = (0..names.len()).filter_map(found).collect();
             assert!(known.len() > 8, "{}: {} gradients", case.name(), known.len());
-            let gradient = |i: &usize| -> Result<Vec<f64>> {
+            let reference = |i: &usize| -> Result<Vec<f64>> {
                 let all = files.tensor(&format!("{row}.grad.{}", names[*i]), DType::F32, CPU)?;
                 Ok(values(&all.into()).into_iter().map(|x| x * targets).collect())
             };
-            let want = known.iter().map(gradient).collect::<Result<Vec<_>>>()?;
+            let want = known.iter().map(reference).collect::<Result<Vec<_>>>()?;
             let own: Vec<&str> = known.iter().map(|i| names[*i]).collect();
             let far = |step: Step| -> [f64; 2] {
                 let got: Vec<Vec<f64>> = known.iter().map(|i| step.1[*i].clone()).collect();
@@ -212,12 +202,10 @@ fn cut_matrices_are_as_near_to_float64_as_one_rank() -> Result<()> {
 /// rank; a bias of a product over columns that is added by no rank.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
-    let all = cuttable()?;
-    let find = |name: &str| all.iter().map(|(c, _)| c).find(|c| c.name() == name).context("a case");
-    let (case, whole) = (find("qwen3-dense")?, find("olmo2")?);
-    let full = Setting::new(case, everything(&case.config))?;
-    let rows = Setting::new(whole, everything(&whole.config))?;
-    let low = Setting::new(case, adapters(&case.config, false, &[Group::Attention, Group::Mlp]))?;
+    let (case, whole) = (case("qwen3-dense")?, case("olmo2")?);
+    let full = Setting::new(&case, everything(&case.config))?;
+    let rows = Setting::new(&whole, everything(&whole.config))?;
+    let low = Setting::new(&case, adapters(&case.config, false, &[Group::Attention, Group::Mlp]))?;
     let columns: Alter = |d| {
         for layer in &mut d.layers {
             let FeedForward::Dense(mlp) = &mut layer.mlp else { continue };
@@ -240,9 +228,8 @@ fn every_fault_is_noticed() -> Result<()> {
 /// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
 #[test]
 fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
-    let all = cuttable()?;
-    let (case, _) = all.iter().find(|(c, _)| c.name() == "qwen3-dense").context("a case")?;
-    let setting = Setting::new(case, everything(&case.config))?;
+    let case = case("qwen3-dense")?;
+    let setting = Setting::new(&case, everything(&case.config))?;
     let mesh = Mesh { data: 2, tensor: 2, ..Mesh::ONE };
     let tokens = parts(setting.micro.ids.len(), 2);
     let rank = |comm: ranks::Threads| -> Option<ranks::Error> {

@@ -9,10 +9,8 @@ fn every_part_of_a_walk_is_timed() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.config.layers == 2).context("a case of two layers")?;
     let batch = Rows::padded(&c)?.batch(&c.config)?;
     let (d, p) = c.build(&everything(&c.config), None)?;
-    let grads = p.grads();
-    let accum = GradAccumulator::new(&grads, p.tensors.len());
-    let mut times = Times::start(&candle_core::Device::Cpu)?;
-    Walk::new(&d, p.lowest_unit(), 2).timed(&mut times).train(&batch, 1.0, &accum)?;
+    let mut times = Times::start(CPU)?;
+    train(&mut Walk::new(&d, p.lowest_unit(), 2).timed(&mut times), &p, &batch, 1.0)?;
     times.settle()?;
     for part in [Part::Forward, Part::Head, Part::Recompute, Part::Backward] {
         assert!(times.seconds(part) > 0.0, "{part:?}");

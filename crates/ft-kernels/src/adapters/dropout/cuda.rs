@@ -1,11 +1,8 @@
 //! Dropout on CUDA, with random numbers drawn on the fly.
 
-use super::rows::Rows;
 use crate::Tensor;
 use crate::cuda::launch::{Argument, Grid, Launch, args, compiled, empty};
-use crate::tensor::Ghost;
-use crate::tensor::row_stride;
-use crate::tensor::{hold_copies, moves, started};
+use crate::tensor::{Ghost, hold_copies, moves, row_stride, started};
 use candle_core::Result;
 use ft_base::rng::Stream;
 
@@ -15,16 +12,16 @@ const THREADS: usize = 256;
 /// Parameters of a mask.
 #[derive(Debug)]
 pub struct Drawn {
-    stream: Stream,
-    first: usize,
+    pub(super) stream: Stream,
+    pub(super) first: usize,
     /// Row numbers `[rows]` u32, if not consecutive.
-    list: Option<Tensor>,
+    pub(super) list: Option<Tensor>,
     /// First column, and number of all columns.
-    columns: (usize, usize),
+    pub(super) columns: (usize, usize),
     /// Elements with a 24-bit number below this are dropped.
-    threshold: u32,
+    pub(super) threshold: u32,
     /// Factor on kept elements.
-    keep: f32,
+    pub(super) keep: f32,
 }
 
 /// Threshold for 24-bit numbers: n / 2^24 < p if and only if n < ceil(p 2^24).
@@ -33,21 +30,6 @@ pub fn threshold(p: f64) -> u32 {
 }
 
 impl Drawn {
-    /// A mask for rows of `x` with drop probability `p`.
-    pub fn new(
-        stream: Stream,
-        (rows, columns): (Rows<'_>, (usize, usize)),
-        p: f64,
-        keep: f32,
-        x: &Tensor,
-    ) -> Result<Self> {
-        let (first, list) = match rows {
-            Rows::From { first } => (first, None),
-            Rows::These { first, list } => (first, Some(Tensor::from_slice(list, list.len(), x.device())?)),
-        };
-        Ok(Self { stream, first, list, columns, threshold: threshold(p), keep })
-    }
-
     /// `x * mask` for `x` `[rows, width]`, plus `add` if given.
     pub fn apply(&self, x: &Tensor, add: Option<&Tensor>) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;

@@ -1,15 +1,29 @@
 //! Dropout masks, indexed in the counter-based generator: independent of the split into micro-batches.
 
 mod cuda;
-mod rows;
 
 pub use self::cuda::{Drawn, threshold};
-pub use self::rows::Rows;
 use crate::Tensor;
 use crate::cpu::{each, is_cpu};
 use crate::tensor::Ghost;
 use candle_core::{DType, Result};
 use ft_base::rng::Stream;
+
+/// Rows of a mask, numbered within the step.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// Number of the first row.
+    pub first: usize,
+    /// Numbers of the rows minus `first`, for example of an expert's tokens; `None` for consecutive rows.
+    pub list: Option<&'a [u32]>,
+}
+
+impl Rows<'_> {
+    /// Number of row `i`.
+    pub fn number(&self, i: usize) -> usize {
+        self.first + self.list.map_or(i, |list| list[i] as usize)
+    }
+}
 
 /// A dropout mask `[rows, width]`: a tensor on the CPU, drawn by each kernel on CUDA.
 #[derive(Debug)]
@@ -17,7 +31,7 @@ pub enum Mask {
     /// Stored mask with the values 0 and one other value.
     Stored(Tensor),
     /// Mask drawn on the fly.
-    Drawn(cuda::Drawn),
+    Drawn(Drawn),
 }
 
 impl Mask {
@@ -57,7 +71,9 @@ pub fn mask(
         _ => (keep as f32, 1.0),
     };
     if !is_cpu(x) {
-        return Ok((Mask::Drawn(cuda::Drawn::new(stream, (rows, columns), p, keep, x)?), factor));
+        let list = rows.list.map(|list| Tensor::from_slice(list, list.len(), x.device())).transpose()?;
+        let mask = Drawn { stream, first: rows.first, list, columns, threshold: threshold(p), keep };
+        return Ok((Mask::Drawn(mask), factor));
     }
     if let Some(g) = x.ghost() {
         let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
@@ -85,7 +101,7 @@ mod tests {
             let (m, factor) = super::mask(s, (rows, (0, 50)), p, x)?;
             Ok((m.of(x)?, factor))
         };
-        let all = Rows::From { first: 0 };
+        let all = Rows { first: 0, list: None };
         let (whole, factor) = mask(s, all, 0.3, &x(200, DType::F32)?)?;
         assert_eq!(factor, 1.0);
         let v = whole.flatten_all()?.to_vec1::<f32>()?;
@@ -95,9 +111,9 @@ mod tests {
         let (half, factor) = mask(s, all, 0.3, &x(200, DType::BF16)?)?;
         let ones: Vec<f32> = v.iter().map(|x| f32::from(*x > 0.0)).collect();
         assert_eq!((half.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, factor), (ones, 1.0 / 0.7));
-        let (tail, _) = mask(s, Rows::From { first: 150 }, 0.3, &x(50, DType::F32)?)?;
+        let (tail, _) = mask(s, Rows { first: 150, ..all }, 0.3, &x(50, DType::F32)?)?;
         assert_eq!(v[150 * 50..], tail.flatten_all()?.to_vec1::<f32>()?[..]);
-        let these = Rows::These { first: 100, list: &[7, 3] };
+        let these = Rows { first: 100, list: Some(&[7, 3]) };
         let picked = mask(s, these, 0.3, &x(2, DType::F32)?)?.0.to_vec2::<f32>()?;
         assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
         // some columns of 50

@@ -4,8 +4,8 @@
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::ledger::Role;
-use crate::tensor::{ghosts, started};
-use candle_core::{DType, Result};
+use crate::tensor::{all_of, ghosts, started};
+use candle_core::{DType, Result, Shape};
 
 /// Threads per block; must match dispatch.cu.
 const THREADS: u32 = 128;
@@ -64,10 +64,7 @@ impl Sorted {
             .role(Role::Activations, || ghosts(&[chosen], shapes.clone().map(|s| (s, DType::U32)), started))
         {
             Some(lists) => lists,
-            None => {
-                let [a, b, c, d, e] = shapes.map(|s: candle_core::Shape| empty(chosen, s, DType::U32));
-                [a?, b?, c?, d?, e?]
-            }
+            None => all_of(shapes.map(|s: Shape| empty(chosen, s, DType::U32)))?,
         };
         let [starts, token, pair, place, tiles] = lists;
         let chosen = chosen.clone();

@@ -27,9 +27,9 @@ use crate::Tensor;
 use crate::cpu::blocks::{Values, by_blocks, ghosts, written};
 use crate::cpu::{self, Float, Halves, ROWS, dot, is_native, on_real, tensor, vectorised, view};
 use crate::cpu::{narrow, wide};
-use crate::ledger::{Allocation, Role};
+use crate::ledger::{Allocation, Ledger, Role};
 use crate::route;
-use crate::tensor::{Ghost, On, moves};
+use crate::tensor::{Ghost, On, all_of, moves};
 use crate::upcast;
 use candle_core::{DType, Device, Result, Shape};
 use half::bf16;
@@ -113,26 +113,10 @@ impl Groups {
             next[*e as usize] += 1;
             (token[row], pair[row], place[p]) = ((p / top_k.max(1)) as u32, p as u32, row as u32);
         }
-        let index = if On::from(device).is_native() {
-            None
-        } else {
-            Some([
-                Tensor::from_slice(&token, n, device)?,
-                Tensor::from_slice(&pair, n, device)?,
-                Tensor::from_slice(&place, n, device)?,
-            ])
-        };
-        Ok(Self {
-            tokens: n / top_k.max(1),
-            top_k,
-            expert,
-            token,
-            pair,
-            place,
-            starts,
-            index,
-            ..Self::default()
-        })
+        let lists = || all_of([&token, &pair, &place].map(|list| Tensor::from_slice(list, n, device)));
+        let index = (!On::from(device).is_native()).then(lists).transpose()?;
+        let tokens = n / top_k.max(1);
+        Ok(Self { tokens, top_k, expert, token, pair, place, starts, index, ..Self::default() })
     }
 
     /// The chosen experts `[t, k]` (u32), on the device of `probs` `[t, e]`.
@@ -183,19 +167,25 @@ impl Groups {
                     let of = |a: &usize| (rows, *a as f64 * each / rows.max(1) as f64);
                     runs = alike.iter().map(of).collect();
                 }
-                let mut starts = vec![0; runs.len() + 1];
-                (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
-                // expert, token, pair and place: four u32 per pair
-                let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
-                let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
-                let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
-                let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
-                let even = alike.iter().sum::<f64>().round() as usize;
+                let even = runs.iter().map(|r| r.1).sum::<f64>().round() as usize;
                 let busy = if ledger.skewed() { experts } else { even };
-                let spread = Some(PlannedRouting { alike, busy, _lists: held });
-                Ok(Self { tokens, top_k, starts, index, spread, ..Self::default() })
+                Ok(Self::planned(ledger, (tokens, top_k), &runs, busy))
             }
         }
+    }
+
+    /// A plan's routing: rows and number of experts of each planned one, and number of experts with tokens.
+    fn planned(ledger: &Ledger, (tokens, top_k): (usize, usize), runs: &[(usize, f64)], busy: usize) -> Self {
+        let n = tokens * top_k;
+        let mut starts = vec![0; runs.len() + 1];
+        (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
+        // expert, token, pair and place: four u32 per pair
+        let lists = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
+        let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
+        let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
+        let alike = runs.iter().map(|r| r.1).collect();
+        let spread = Some(PlannedRouting { alike, busy, _lists: lists });
+        Self { tokens, top_k, starts, index, spread, ..Self::default() }
     }
 
     /// Wraps lists sorted on a device.
@@ -224,13 +214,11 @@ impl Groups {
 
     /// Rows of each expert, and if asked for the token of each row, on the host. Device lists are copied.
     pub fn on_host(&self, tokens: bool) -> Result<(Vec<u32>, Vec<u32>)> {
-        let Some(sorted) = &self.sorted else {
-            return Ok((
-                self.counts().map(|n| n as u32).collect(),
-                if tokens { self.token.clone() } else { Vec::new() },
-            ));
-        };
-        sorted.on_host(tokens)
+        if let Some(sorted) = &self.sorted {
+            return sorted.on_host(tokens);
+        }
+        let counts = self.counts().map(|n| n as u32).collect();
+        Ok((counts, if tokens { self.token.clone() } else { Vec::new() }))
     }
 
     /// In a plan: rows for the `own` experts of this rank, as many as leave it; `alike` as in [`Groups::choose`].
@@ -238,7 +226,7 @@ impl Groups {
         &self,
         own: usize,
         alike: &[usize],
-        ledger: &crate::Ledger,
+        ledger: &Ledger,
         dtype: Option<DType>,
     ) -> Result<Self> {
         let n = self.sorted.as_ref().map_or(self.tokens * self.top_k, Sorted::rows);
@@ -250,14 +238,8 @@ impl Groups {
         }
         let each = n as f64 / own.max(1) as f64;
         let rows = each.ceil() as usize;
-        let spread: Vec<f64> = alike.iter().map(|a| *a as f64 * each / rows.max(1) as f64).collect();
-        let mut starts = vec![0; alike.len() + 1];
-        (0..alike.len()).for_each(|i| starts[i + 1] = starts[i] + rows);
-        let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
-        let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
-        let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
-        let spread = Some(PlannedRouting { alike: spread, busy: own, _lists: held });
-        Ok(Self { tokens: n, top_k: 1, starts, index, spread, ..Self::default() })
+        let of = |a: &usize| (rows, *a as f64 * each / rows.max(1) as f64);
+        Ok(Self::planned(ledger, (n, 1), &alike.iter().map(of).collect::<Vec<_>>(), own))
     }
 
     /// Input rows of the experts on this rank: local rows, or the received ones after the exchange.
@@ -327,7 +309,7 @@ impl Groups {
         if is_native(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
         }
-        self.gather_composed(x, gates, run, self.index()?)
+        self.gather_composed(x, gates, run)
     }
 
     /// All rows, as those of one expert.
@@ -385,14 +367,8 @@ impl Groups {
         }
     }
 
-    fn gather_composed(
-        &self,
-        x: &Tensor,
-        gates: &Tensor,
-        run: &ExpertRows,
-        index: &[Tensor; 3],
-    ) -> Result<Tensor> {
-        let [token, pair, _] = index;
+    fn gather_composed(&self, x: &Tensor, gates: &Tensor, run: &ExpertRows) -> Result<Tensor> {
+        let [token, pair, _] = self.index()?;
         let rows = x.index_select(&token.narrow(0, run.start, run.rows)?, 0)?;
         let g = gates.flatten_all()?.index_select(&pair.narrow(0, run.start, run.rows)?, 0)?.unsqueeze(1)?;
         upcast(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
@@ -405,7 +381,7 @@ impl Groups {
     pub fn combine(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
         match parts.first() {
             Some(p) if is_native(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
-            Some(_) => self.combine_composed(parts, gates, dtype, self.index()?),
+            Some(_) => self.combine_composed(parts, gates, dtype),
             None => candle_core::bail!("routing: no rows"),
         }
     }
@@ -415,7 +391,7 @@ impl Groups {
         if is_native(x) {
             return on_real!(x.dtype(), self.dots_cpu(parts, x));
         }
-        self.dots_composed(parts, x, self.index()?)
+        self.dots_composed(parts, x)
     }
 
     /// Memory of widened copies of all rows, for ghosts not widened row by row. `part` is the output of
@@ -489,14 +465,8 @@ impl Groups {
         Ok(y)
     }
 
-    fn combine_composed(
-        &self,
-        parts: &[Tensor],
-        gates: Option<&Tensor>,
-        dtype: DType,
-        index: &[Tensor; 3],
-    ) -> Result<Tensor> {
-        let rows = upcast(&self.by_pair(parts, index)?)?;
+    fn combine_composed(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+        let rows = upcast(&self.by_pair(parts)?)?;
         match gates {
             None => rows.sum(1),
             Some(g) => rows.broadcast_mul(&g.unsqueeze(2)?)?.sum(1),
@@ -505,10 +475,11 @@ impl Groups {
     }
 
     /// All rows in pair order, [t, k, d].
-    fn by_pair(&self, parts: &[Tensor], index: &[Tensor; 3]) -> Result<Tensor> {
+    fn by_pair(&self, parts: &[Tensor]) -> Result<Tensor> {
+        let [.., place] = self.index()?;
         let parts = if self.spread.is_some() { &parts[..1] } else { parts };
         let all = Tensor::end_to_end(parts, self.whole().rows)?;
-        let all = all.index_select(&index[2], 0)?;
+        let all = all.index_select(place, 0)?;
         let d = all.dim(1)?;
         all.reshape((self.tokens, self.top_k, d))
     }
@@ -537,8 +508,8 @@ impl Groups {
         Ok(y)
     }
 
-    fn dots_composed(&self, parts: &[Tensor], x: &Tensor, index: &[Tensor; 3]) -> Result<Tensor> {
-        upcast(&self.by_pair(parts, index)?)?.broadcast_mul(&upcast(x)?.unsqueeze(1)?)?.sum(2)
+    fn dots_composed(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
+        upcast(&self.by_pair(parts)?)?.broadcast_mul(&upcast(x)?.unsqueeze(1)?)?.sum(2)
     }
 
     fn width(&self, x: &Tensor) -> Result<usize> {

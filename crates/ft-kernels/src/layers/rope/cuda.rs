@@ -4,7 +4,7 @@ use super::norms::Norms;
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
-use crate::tensor::ghosts;
+use crate::tensor::{all_of, ghosts, ghosts_and};
 use candle_core::{DType, Result, Shape};
 
 /// Values of half a head per lane, of heads of up to 256 channels and of wide ones, and warps per block, same as in
@@ -105,20 +105,10 @@ pub fn forward(
     let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let launch = Launch::of(&q, compiled!(ROPE), sizes.kernel("rope_forward", "rope_forward_wide"))?;
-    let launch = launch.with(args![
-        &q,
-        &k,
-        norms.map(|n| n.q.weight),
-        norms.map(|n| n.k.weight),
-        &cos,
-        &sin,
-        &out[0]
-    ])?;
-    let launch = launch.with(args![&out[1]])?;
-    let launch = sizes.counts(launch)?;
-    let launch = launch.with(args![sign, norms.map_or(0.0, |n| n.q.eps as f32)])?;
-    let launch = launch.with(args![norms.map_or(0.0, |n| n.k.eps as f32), of[0].apart, of[1].apart])?;
-    let launch = launch.with(args![norms.map_or(0.0, |n| n.q.plus as f32)])?;
+    let [wq, wk] = [norms.map(|n| n.q.weight), norms.map(|n| n.k.weight)];
+    let [eps_q, eps_k, plus] = norms.map_or([0.0; 3], |n| [n.q.eps, n.k.eps, n.q.plus].map(|x| x as f32));
+    let launch = launch.with(args![&q, &k, wq, wk, &cos, &sin, &out[0], &out[1]])?;
+    let launch = sizes.counts(launch)?.with(args![sign, eps_q, eps_k, of[0].apart, of[1].apart, plus])?;
     // SAFETY: `Sizes::of` has checked the shapes; outputs have the shapes of the inputs with stride `apart`
     // between tokens; one warp per token, below `tokens`.
     unsafe { launch.run(Grid::new(sizes.tokens.div_ceil(WARPS), (WARPS * WARP) as u32).by(2)) }?;
@@ -150,37 +140,21 @@ pub fn backward(
     let per = if want_dw { sizes.tokens.div_ceil(PARTS).max(WARPS) } else { WARPS };
     let per = per.min(sizes.tokens.max(1));
     let (parts, c) = (sizes.tokens.div_ceil(per), 2 * sizes.half);
-    let of_w = (Shape::from((2, parts, c)), DType::F32);
+    let of_w = want_dw.then(|| (Shape::from((2, parts, c)), DType::F32));
     let split = |dw: &Tensor| -> Result<[Tensor; 2]> {
         let one = |i| dw.narrow(0, i, 1)?.reshape((parts, c));
         Ok([one(0)?, one(1)?])
     };
     let reads = [q, k, cos, sin, dyq, dyk];
-    if want_dw {
-        if let Some([dq, dk, dw]) = ghosts(&reads, [of_q, of_k, of_w.clone()], |_| ()) {
-            return Ok((pair(&of, [dq, dk])?, Some(split(&dw)?)));
-        }
-    } else if let Some(out) = ghosts(&reads, [of_q, of_k], |_| ()) {
-        return Ok((pair(&of, out)?, None));
+    if let Some((out, dw)) = ghosts_and(&reads, [of_q, of_k], of_w.clone()) {
+        return Ok((pair(&of, out)?, dw.as_ref().map(split).transpose()?));
     }
-    let [q, k, cos, sin, dyq, dyk] = reads.map(Tensor::contiguous);
-    let (q, k, cos, sin, dyq, dyk) = (q?, k?, cos?, sin?, dyq?, dyk?);
+    let [q, k, cos, sin, dyq, dyk] = all_of(reads.map(Tensor::contiguous))?;
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
-    let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
+    let dw = of_w.map(|(shape, dtype)| empty(&q, shape, dtype)).transpose()?;
     let launch = Launch::of(&q, compiled!(ROPE), sizes.kernel("rope_backward", "rope_backward_wide"))?;
-    let launch = launch.with(args![
-        &q,
-        &k,
-        norms.q.weight,
-        norms.k.weight,
-        &cos,
-        &sin,
-        &dyq,
-        &dyk,
-        &out[0],
-        &out[1]
-    ])?;
-    let launch = launch.with(args![dw.as_ref()])?;
+    let launch = launch.with(args![&q, &k, norms.q.weight, norms.k.weight, &cos, &sin, &dyq, &dyk])?;
+    let launch = launch.with(args![&out[0], &out[1], dw.as_ref()])?;
     let launch = sizes.counts(launch)?.with(args![per, norms.q.eps as f32, norms.k.eps as f32])?;
     let launch = launch.with(args![of[0].apart, of[1].apart, norms.q.plus as f32])?;
     // SAFETY: as in `forward`; `dyq` and `dyk` have the shapes of q and k, and each block owns one partial

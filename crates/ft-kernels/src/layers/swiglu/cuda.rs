@@ -5,7 +5,7 @@ use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::dispatch::Sorted;
 use crate::padded::{Padded, stride};
-use crate::tensor::ghosts;
+use crate::tensor::{ghosts, ghosts_and};
 use candle_core::{DType, Result};
 
 /// Threads per block, same as in swiglu.cu; each processes 16 bytes.
@@ -87,66 +87,31 @@ pub fn backward(
     again: bool,
     ranks: [usize; 2],
 ) -> Result<(Padded, Option<Padded>)> {
-    match up {
-        Some(up) => {
-            let (dgate, dup) = backward_pair(glu, (gate, up), dy, again, ranks)?;
-            Ok((dgate, Some(dup)))
-        }
-        None => Ok((backward_joint(glu, gate, dy, again, ranks[0])?, None)),
-    }
-}
-
-/// As [`backward`], for gate and up in one tensor.
-pub fn backward_joint(glu: Glu, gate: &Tensor, dy: &Tensor, again: bool, rank: usize) -> Result<Padded> {
-    alike(gate, None, Some(dy))?;
-    let dims = sizes(gate, None);
-    let (apart, step, beside) = places(glu, dims.1, None);
-    let (shape, own) = ((dims.0, stride(apart, rank)), (dims.0, apart));
-    if let Some([d]) = ghosts(&[gate, dy], [(shape.into(), gate.dtype())], |_| ()) {
-        return Padded::within(d, own);
-    }
-    let gate = gate.contiguous()?;
-    let dy = if again { dy.clone() } else { dy.contiguous()? };
-    let d = empty(&gate, shape, gate.dtype())?;
-    let (kind, alpha, limit) = numbers(glu.activation);
-    let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
-    let none = None::<&Tensor>;
-    let launch = launch.with(args![&gate, none, &dy, &d, none, again.then_some(&dy), dims.1])?;
-    let launch = launch.with(args![shape.1, shape.1])?;
-    let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
-    // SAFETY: as in `forward`; d has rows of both gradients.
-    unsafe { launch.run(grid(dims, &gate)) }?;
-    Padded::within(d, own)
-}
-
-/// As [`backward`], for gate and up in two tensors.
-pub fn backward_pair(
-    glu: Glu,
-    (gate, up): (&Tensor, &Tensor),
-    dy: &Tensor,
-    again: bool,
-    ranks: [usize; 2],
-) -> Result<(Padded, Padded)> {
-    alike(gate, Some(up), Some(dy))?;
-    let dims = sizes(gate, Some(up));
-    let (apart, step, beside) = places(glu, dims.1, Some(up));
+    alike(gate, up, Some(dy))?;
+    let dims = sizes(gate, up);
+    let (apart, step, beside) = places(glu, dims.1, up);
+    let padded = |d: Tensor| Padded::within(d, (dims.0, apart));
+    // a joint gradient has one stride
+    let ranks = if up.is_some() { ranks } else { [ranks[0]; 2] };
     let shapes = ranks.map(|rank| (dims.0, stride(apart, rank)));
-    let out = shapes.map(|shape| (shape.into(), gate.dtype()));
-    if let Some([dgate, dup]) = ghosts(&[gate, up, dy], out, |_| ()) {
-        return Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?));
+    let [first, second] = shapes.map(|shape| (shape.into(), gate.dtype()));
+    let reads: Vec<&Tensor> = std::iter::once(gate).chain(up).chain([dy]).collect();
+    if let Some(([dgate], dup)) = ghosts_and(&reads, [first], up.map(|_| second)) {
+        return Ok((padded(dgate)?, dup.map(padded).transpose()?));
     }
-    let (gate, up) = (gate.contiguous()?, up.contiguous()?);
+    let (gate, up) = (gate.contiguous()?, up.map(Tensor::contiguous).transpose()?);
     let dy = if again { dy.clone() } else { dy.contiguous()? };
-    let [dgate, dup] = shapes.map(|shape| empty(&gate, shape, gate.dtype()));
-    let (dgate, dup) = (dgate?, dup?);
+    let dgate = empty(&gate, shapes[0], gate.dtype())?;
+    let dup = up.as_ref().map(|up| empty(up, shapes[1], up.dtype())).transpose()?;
     let (kind, alpha, limit) = numbers(glu.activation);
     let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
-    let launch = launch.with(args![&gate, &up, &dy, &dgate, &dup, again.then_some(&dy), dims.1])?;
-    let launch = launch.with(args![shapes[0].1, shapes[1].1])?;
+    let launch = launch.with(args![&gate, up.as_ref(), &dy, &dgate, dup.as_ref()])?;
+    let launch = launch.with(args![again.then_some(&dy), dims.1, shapes[0].1, shapes[1].1])?;
     let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
-    // SAFETY: as in `forward`; each thread writes values of `dy` only after reading them.
+    // SAFETY: as in `forward`, a joint gradient has rows of both; each thread writes values of `dy` only after
+    // reading them.
     unsafe { launch.run(grid(dims, &gate)) }?;
-    Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?))
+    Ok((padded(dgate)?, dup.map(padded).transpose()?))
 }
 
 /// [`super::weighted_back`].

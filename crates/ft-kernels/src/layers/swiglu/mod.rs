@@ -42,24 +42,22 @@ pub fn backward(
     up: Option<&Tensor>,
     dy: &Tensor,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    match up {
-        Some(up) => {
-            let (dgate, dup) = backward_pair(glu, gate, up, dy)?;
-            Ok((dgate, Some(dup)))
-        }
-        None if is_cpu(gate) => Ok((on_real!(gate.dtype(), backward_joint(glu, gate, dy))?, None)),
-        None => Ok((cuda::backward_joint(glu, gate, dy, false, 0)?.values()?.reshape(gate.shape())?, None)),
+    if !is_cpu(gate) {
+        let (dgate, dup) = cuda::backward(glu, (gate, up), dy, false, [0; 2])?;
+        let shaped = |d: Padded| d.values()?.reshape(gate.shape());
+        return Ok((shaped(dgate)?, dup.map(shaped).transpose()?));
     }
+    let Some(up) = up else { return Ok((on_real!(gate.dtype(), backward_joint(glu, gate, dy))?, None)) };
+    let (dgate, dup) = on_real!(gate.dtype(), backward_cpu(glu, gate, up, dy))?;
+    Ok((dgate, Some(dup)))
 }
 
 /// As [`backward`], for gate and up in two tensors.
 pub fn backward_pair(glu: Glu, gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    if is_cpu(gate) {
-        return on_real!(gate.dtype(), backward_cpu(glu, gate, up, dy));
+    match backward(glu, gate, Some(up), dy)? {
+        (dgate, Some(dup)) => Ok((dgate, dup)),
+        (_, None) => candle_core::bail!("swiglu: no gradient of up"),
     }
-    let (dgate, dup) = cuda::backward_pair(glu, (gate, up), dy, false, [0; 2])?;
-    let shaped = |d: Padded| d.values()?.reshape(gate.shape());
-    Ok((shaped(dgate)?, shaped(dup)?))
 }
 
 /// Like [`backward`], for matrices; on CUDA the outputs have room for `ranks` columns.

@@ -1,11 +1,11 @@
 //! Casts and products on CUDA.
 
-use super::library::{self, E4M3, E5M2, Places, Shape, WORKSPACE};
-use super::{PARTS, Source};
+use super::library::{self, E4M3, E5M2, Places, Shape};
+use super::{PARTS, Source, WORKSPACE};
 use crate::Tensor;
 use crate::cuda::launch::{Argument, Grid, Launch, address_of, args, at, compiled, empty};
+use crate::quantized::launch_of;
 use crate::quantized::tiles::name;
-use crate::quantized::{QuantizedMatrix, launch_of};
 use crate::tensor::row_stride;
 use candle_core::{DType, Result};
 
@@ -95,7 +95,7 @@ pub fn product(source: &Source, back: bool, x: &Tensor, sum: Option<Tensor>) -> 
     if inner != of || sum.as_ref().is_some_and(|s| s.dims() != [t, outputs]) {
         candle_core::bail!("fp8: {:?} x [{o}, {i}] (back: {back})", x.shape());
     }
-    let x = &if row_stride(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    let x = &x.contiguous_rows()?;
     let device = x.real()?.device().as_cuda_device()?;
     let by_row = library::by_row(device)?;
     let parts = empty(x, PARTS, DType::F32)?;
@@ -133,19 +133,4 @@ pub fn product(source: &Source, back: bool, x: &Tensor, sum: Option<Tensor>) -> 
         None => Ok(out),
         Some(sum) => sum + out,
     }
-}
-
-/// See [`super::check`].
-pub fn check(device: &candle_core::Device) -> std::result::Result<(), String> {
-    library::check(device.as_cuda_device().map_err(|e| e.to_string())?)
-}
-
-/// See [`super::scales_by_row`].
-pub fn scales_by_row(device: &candle_core::Device) -> Result<bool> {
-    library::by_row(device.as_cuda_device()?)
-}
-
-/// Whether the kernels read these blocks.
-pub fn reads(w: &QuantizedMatrix) -> bool {
-    crate::quantized::dequantizes(w)
 }

@@ -4,17 +4,16 @@
 //! 9.0), sums are f32, results bf16. Fast accumulation stays off: with it, Hopper adds up to 128 products in fewer
 //! bits.
 
+use super::WORKSPACE;
+use crate::cuda::staging::Each;
 use crate::cuda::{cublas_lt, functions};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
-use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Error, Result};
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-/// Bytes of workspace that NVIDIA recommends for Hopper.
-pub const WORKSPACE: usize = 32 << 20;
 
 /// Oldest compute capability with 8-bit floats, as major and minor.
 const OLDEST: (c_int, c_int) = (8, 9);
@@ -186,26 +185,16 @@ struct Described {
 }
 
 fn of(device: &CudaDevice) -> Result<Arc<Library>> {
-    static ALL: Mutex<Option<HashMap<DeviceId, Arc<Library>>>> = Mutex::new(None);
+    static ALL: Each<Library> = Each::new();
     // a handle works in the current context
     device.cuda_stream().context().bind_to_thread().w()?;
-    let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-    let all = all.get_or_insert_default();
-    if let Some(found) = all.get(&device.id()) {
-        return Ok(Arc::clone(found));
-    }
-    let (api, mut handle) = (api().map_err(Error::msg)?, null_mut());
-    // SAFETY: the pointer points to a handle.
-    done("creation", unsafe { (api.create)(&raw mut handle) })?;
-    let library = Library {
-        api,
-        handle: handle.expose_provenance(),
-        by_row: OnceLock::new(),
-        algorithms: Mutex::default(),
-    };
-    let library = Arc::new(library);
-    all.insert(device.id(), Arc::clone(&library));
-    Ok(library)
+    ALL.of(device.id(), || {
+        let (api, mut handle) = (api().map_err(Error::msg)?, null_mut());
+        // SAFETY: the pointer points to a handle.
+        done("creation", unsafe { (api.create)(&raw mut handle) })?;
+        let handle = handle.expose_provenance();
+        Ok(Library { api, handle, by_row: OnceLock::new(), algorithms: Mutex::default() })
+    })
 }
 
 /// Compute capability of a device, as major and minor.

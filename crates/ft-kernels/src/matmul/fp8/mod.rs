@@ -37,7 +37,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Blocks of the kernels for maxima: same as in fp8.cu.
 const PARTS: usize = 512;
-/// Workspace of cuBLASLt in bytes.
+/// Workspace of cuBLASLt in bytes, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
 /// Rows and columns of a weight are multiples of this.
 const UNIT: usize = 16;
@@ -125,7 +125,7 @@ pub fn fits((rows, cols): (usize, usize)) -> bool {
 pub fn check(device: &Device) -> std::result::Result<(), String> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => cuda::check(device),
+        Device::Cuda(device) => library::check(device),
         _ => Err("the run computes on the CPU".into()),
     }
 }
@@ -137,7 +137,7 @@ pub fn check(device: &Device) -> std::result::Result<(), String> {
 pub fn scales_by_row(device: &Device) -> Result<bool> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => cuda::scales_by_row(device),
+        Device::Cuda(device) => library::by_row(device),
         _ => Ok(false),
     }
 }
@@ -187,7 +187,7 @@ impl Fp8Matrix {
     fn is_here(&self, x: &Tensor) -> bool {
         let reads = match &self.source {
             Source::Dense(_) => true,
-            Source::Blocks(w) => cuda::reads(w),
+            Source::Blocks(w) => crate::quantized::dequantizes(w),
         };
         reads && x.real().is_ok_and(|x| x.device().is_cuda())
     }
@@ -198,9 +198,8 @@ impl Fp8Matrix {
     }
 
     /// Records a product of `x` `[t, inner]`: work, buffers, and the result without `sum`.
-    fn ghost(&self, x: &Tensor, back: bool, sum: Option<Tensor>) -> Result<Option<Tensor>> {
-        let Some(g) = x.ghost() else { return Ok(None) };
-        let ((t, k), (o, i), l) = (x.dims2()?, self.dims(), g.ledger());
+    fn ghost(&self, x: &Ghost, back: bool, sum: Option<Tensor>) -> Result<Tensor> {
+        let ((t, k), (o, i), l) = (x.shape().dims2()?, self.dims(), x.ledger());
         let n = if back { i } else { o };
         let (values, flops) = ((o * i) as f64, 2.0 * (t * o * i) as f64);
         // the source is read for its maximum and for the cast, the copy written and read
@@ -212,16 +211,16 @@ impl Fp8Matrix {
         l.work(Cost { flops, fp8: flops, dequantized, read, moved, started: 4.0, ..Cost::default() });
         let _weight = l.role(Role::InFlight, || l.hold((o * i) as u64));
         let held = [4 * PARTS, 4 * n, t * k, 4 * t, WORKSPACE].map(|bytes| l.hold(bytes as u64));
-        let out = sum.unwrap_or_else(|| Ghost::new(l, (t, n), x.dtype()).into());
+        let out = sum.unwrap_or_else(|| Ghost::new(l, (t, n), x.dtype).into());
         drop(held);
-        Ok(Some(out))
+        Ok(out)
     }
 
     /// `x W^T`: `[t, i]` -> `[t, o]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if self.takes(x) {
-            if let Some(y) = self.ghost(x, false, None)? {
-                return Ok(y);
+            if let Some(x) = x.ghost() {
+                return self.ghost(x, false, None);
             }
             #[cfg(feature = "cuda")]
             return cuda::product(&self.source, false, x, None);
@@ -235,9 +234,8 @@ impl Fp8Matrix {
     /// `dy W`: `[t, o]` -> `[t, i]`, added to `dx` if given.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         if self.takes(dy) {
-            if dy.ghost().is_some() {
-                let dx = self.ghost(dy, true, dx)?;
-                return dx.ok_or_else(|| candle_core::Error::msg("no ghost"));
+            if let Some(dy) = dy.ghost() {
+                return self.ghost(dy, true, dx);
             }
             #[cfg(feature = "cuda")]
             return cuda::product(&self.source, true, dy, dx);

@@ -1,8 +1,8 @@
 //! CPU products on slices by the `gemm` crate (also used by candle), and products with an operand
 //! generated tile by tile.
 
-use super::strips::{Shared, each, is_serial, threads};
-use crate::cpu::Float;
+use super::threads::{Shared, is_serial, threads};
+use crate::cpu::{Float, each_on};
 use std::ops::Range;
 
 /// A strided view of a matrix.
@@ -171,28 +171,24 @@ fn tiles<T: Float>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
     }
     let columns = Shared::new(dst.as_mut_ptr());
     let buffer = if matches!(source, Source::Generated(..)) { k * width.min(n) } else { 0 };
-    each(
-        threads(),
-        n.div_ceil(width),
-        || vec![T::zero(); buffer],
-        |buffer, i| {
-            let own = i * width..((i + 1) * width).min(n);
-            let start = own.start;
-            let b = match source {
-                Source::Stored(b) => b.columns(own),
-                Source::Generated(make, transposed) => {
-                    let tile = &mut buffer[..k * own.len()];
-                    make(own.clone(), tile);
-                    if transposed {
-                        Mat::new(tile, own.len(), k, k).t()
-                    } else {
-                        Mat::new(tile, k, own.len(), own.len())
-                    }
+    let room = || vec![T::zero(); buffer];
+    each_on(threads(), 0..n.div_ceil(width), room, |buffer, i| {
+        let own = i * width..((i + 1) * width).min(n);
+        let start = own.start;
+        let b = match source {
+            Source::Stored(b) => b.columns(own),
+            Source::Generated(make, transposed) => {
+                let tile = &mut buffer[..k * own.len()];
+                make(own.clone(), tile);
+                if transposed {
+                    Mat::new(tile, own.len(), k, k).t()
+                } else {
+                    Mat::new(tile, k, own.len(), own.len())
                 }
-            };
-            // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds, and belong to
-            // this thread alone, since each index is drawn once.
-            unsafe { raw(columns.at(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
-        },
-    );
+            }
+        };
+        // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds, and belong to
+        // this thread alone, since each index is drawn once.
+        unsafe { raw(columns.at(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
+    });
 }

@@ -4,7 +4,7 @@
 
 use super::operands::sizes;
 use super::stored::{Bits, Half};
-use super::strips::threads;
+use super::threads::threads;
 use crate::cpu::{self, dot, ghost_products, is_native, sum, tensor, vectorised, view};
 use crate::is_half;
 use crate::tensor::Tensor;

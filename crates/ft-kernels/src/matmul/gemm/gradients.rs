@@ -4,7 +4,7 @@ use super::cpu::{Mat, gemm};
 use super::pairs;
 use super::pairs::{Onto, Right};
 use super::product::matmul_onto;
-use super::strips::serial;
+use super::threads::serial;
 use crate::Tensor;
 use crate::cpu::{self, Float, Halves, in_place, is_native, on_real, view};
 use candle_core::{DType, Result};

@@ -19,7 +19,7 @@ mod operands;
 pub mod pairs;
 mod product;
 mod stored;
-mod strips;
+mod threads;
 
 pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
 pub use cpu::{Mat, by_columns, by_tiles, gemm};
@@ -27,7 +27,7 @@ pub use gradients::{GradProduct, accumulate};
 pub use product::{acc, matmul, matmul_acc, matmul_into, matmul_onto, matmul_scaled, matmul_wide, put};
 pub(crate) use product::{product, product_onto};
 pub use stored::kept;
-pub use strips::serial;
+pub use threads::serial;
 
 #[cfg(test)]
 mod tests;

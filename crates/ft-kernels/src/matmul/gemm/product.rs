@@ -6,9 +6,8 @@ use super::{few, pairs, stored};
 use crate::cpu::{Float, View, ghost_products, in_place, is_native, on_real, tensor, view};
 #[cfg(feature = "cuda")]
 use crate::cuda::gemm::{self as cuda, Precision};
-use crate::ledger::Cost;
 use crate::matmul::packing::{packing, work};
-use crate::tensor::{Ghost, Tensor, row_stride};
+use crate::tensor::{Ghost, Tensor, row_stride, started};
 use crate::{is_half, scaled, upcast};
 use candle_core::{DType, Result};
 
@@ -31,56 +30,39 @@ fn matmul_cpu<T: Float>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Te
 /// # Shapes
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
-    work(a, ta, b, None)?;
-    if pairs::takes(&[a, b])? {
-        return pairs::matmul(a, ta, b, tb, 1.0, true);
-    }
-    if few::takes(a, ta, b, tb) {
-        return few::matmul(a, b, 1.0, a.dtype());
-    }
-    if stored::takes(a, b) {
-        return stored::matmul(a, ta, b, tb);
-    }
-    if is_native(a) {
-        return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
-    }
-    product(a, ta, b, tb)
+    multiply(a, ta, b, tb, 1.0, false)
 }
 
 /// [`matmul`] times `alpha`. CUDA and the dot-product path apply `alpha` to the f32 sums, before
 /// rounding.
 pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
-    if pairs::takes(&[a, b])? {
-        work(a, ta, b, None)?;
-        return pairs::matmul(a, ta, b, tb, alpha, true);
-    }
-    if few::takes(a, ta, b, tb) {
-        work(a, ta, b, None)?;
-        return few::matmul(a, b, alpha, a.dtype());
-    }
-    if is_native(a) {
-        return scaled(&matmul(a, ta, b, tb)?, alpha);
-    }
-    work(a, ta, b, None)?;
-    product_of(a, ta, b, tb, alpha, a.dtype())
+    multiply(a, ta, b, tb, alpha, false)
 }
 
 /// [`matmul`] in the accumulation dtype: on CUDA and the dot-product path, half-precision inputs give
 /// unrounded f32 sums.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    multiply(a, ta, b, tb, 1.0, true)
+}
+
+/// `alpha op(a) op(b)`, in the accumulation dtype if `wide`.
+fn multiply(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, wide: bool) -> Result<Tensor> {
+    work(a, ta, b, None)?;
     if pairs::takes(&[a, b])? {
-        work(a, ta, b, None)?;
-        return pairs::matmul(a, ta, b, tb, 1.0, false);
+        return pairs::matmul(a, ta, b, tb, alpha, !wide);
     }
     if few::takes(a, ta, b, tb) {
-        work(a, ta, b, None)?;
-        return few::matmul(a, b, 1.0, DType::F32);
+        return few::matmul(a, b, alpha, if wide { DType::F32 } else { a.dtype() });
     }
-    if is_native(a) || !is_half(a) || a.dtype() != b.dtype() {
-        return upcast(&matmul(a, ta, b, tb)?);
-    }
-    work(a, ta, b, None)?;
-    product_of(a, ta, b, tb, 1.0, DType::F32)
+    let y = if stored::takes(a, b) {
+        scaled(&stored::matmul(a, ta, b, tb)?, alpha)?
+    } else if is_native(a) {
+        scaled(&on_real!(a.dtype(), matmul_cpu(a, ta, b, tb))?, alpha)?
+    } else {
+        let unrounded = wide && is_half(a) && a.dtype() == b.dtype();
+        product_of(a, ta, b, tb, alpha, if unrounded { DType::F32 } else { a.dtype() })?
+    };
+    if wide { upcast(&y) } else { Ok(y) }
 }
 
 /// [`matmul`] off the CPU. The caller has recorded the FLOPs.
@@ -101,13 +83,13 @@ fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DTy
     let precision = precision(a, b);
     let b = b.to_dtype(a.dtype())?;
     if let Some(g) = a.ghost() {
-        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        started(g.ledger());
         return Ok(Ghost::new(g.ledger(), (m, n), dtype).into());
     }
     #[cfg(feature = "cuda")]
     if !a.device().is_cpu() {
         let out = crate::cuda::launch::empty(a, (m, n), dtype)?;
-        let [a, b] = [contiguous_rows(a)?, contiguous_rows(&b)?];
+        let [a, b] = [a.contiguous_rows()?, b.contiguous_rows()?];
         cuda::gemm((out.real()?, false), (a.real()?, ta), (b.real()?, tb), alpha, precision)?;
         return Ok(out);
     }
@@ -120,12 +102,6 @@ fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DTy
 #[cfg(feature = "cuda")]
 fn precision(a: &Tensor, b: &Tensor) -> Precision {
     if a.dtype() == DType::F32 && is_half(b) { Precision::Tf32 } else { Precision::F32 }
-}
-
-/// The matrix if its rows are contiguous, else a copy.
-#[cfg(feature = "cuda")]
-fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
-    if row_stride(t.layout()).is_some() { Ok(t.clone()) } else { t.contiguous() }
 }
 
 /// `c = alpha op(a) op(b)` in place, on CUDA. `c` may be a slice of a wider matrix, has contiguous rows
@@ -151,7 +127,7 @@ fn product_to(
     }
     let same = b.to_dtype(a.dtype())?;
     if let Some(g) = c.ghost() {
-        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        started(g.ledger());
         return Ok(());
     }
     #[cfg(feature = "cuda")]

@@ -1,8 +1,6 @@
-//! Strips of a product, processed by threads dynamically.
+//! Threads of a product, and pointers that they share.
 
-use crate::cpu::on_threads;
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 thread_local! {
     static SERIAL: Cell<bool> = const { Cell::new(false) };
@@ -29,27 +27,6 @@ pub fn is_serial() -> bool {
 /// Number of threads for a product called from this thread.
 pub fn threads() -> usize {
     if is_serial() { 1 } else { rayon::current_num_threads() }
-}
-
-/// Runs `f` for all indices below `count` on up to `threads` threads, each with its own result of `start`.
-pub(super) fn each<S>(
-    threads: usize,
-    count: usize,
-    start: impl Fn() -> S + Sync,
-    f: impl Fn(&mut S, usize) + Sync,
-) {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut state = start();
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= count {
-                return;
-            }
-            f(&mut state, i);
-        }
-    };
-    on_threads(threads.min(count), &work);
 }
 
 /// Pointer to a destination or buffer, shared by threads accessing disjoint parts.

@@ -10,3 +10,4 @@ mod trained;
 pub use model_states::{Flow, ModelStates};
 pub use optimizer::{nf4, optimizer_bytes, rounded};
 pub(super) use shares::own;
+pub use shares::with_weights;

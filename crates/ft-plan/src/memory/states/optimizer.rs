@@ -34,10 +34,10 @@ pub(super) fn mxfp4_values(n: u64) -> [u64; 3] {
     [n.div_ceil(2), n.div_ceil(MXFP4_BLOCK as u64), 1]
 }
 
-/// Bytes of NF4 codes and of all scales for `n` values of one tensor.
-pub fn nf4(n: u64) -> (u64, u64) {
+/// Bytes of NF4 codes and all scales for `n` values of one tensor.
+pub fn nf4(n: u64) -> u64 {
     let [codes, blocks, groups] = nf4_values(n);
-    (codes, blocks + 4 * groups)
+    codes + blocks + 4 * groups
 }
 
 /// Gradient projection of a recipe's optimizer.

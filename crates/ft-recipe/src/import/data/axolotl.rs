@@ -6,6 +6,7 @@ use crate::import::prefer::reads_pairs;
 use crate::import::read::{is_off, text, words};
 use crate::import::train::OTHER_TEMPLATE;
 use crate::keys::{Format, Task};
+use crate::syntax::quote;
 use serde_json::Value;
 
 /// Kinds of files, which axolotl also takes as a path.
@@ -80,8 +81,7 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
         "revision" => source.put("revision", value),
         "ds_type" => needless("the files' names tell their kind"),
         "type" => of_type(source, keys, value),
-        "field" => source.field("text", value),
-        "text_column" => source.field("text", value),
+        "field" | "text_column" => source.field("text", value),
         "field_messages" => source.field("messages", value),
         "field_tools" => source.field("tools", value),
         "field_system" | "type.field_system" => source.field("system", value),
@@ -143,7 +143,7 @@ fn of_type(source: &mut Source, keys: &Keys, value: &Value) -> Outcome {
         "completion" | "pretrain" => source.format("text"),
         "alpaca" | "alpaca_w_system" => {
             let outcome = source.format("alpaca");
-            source.plain();
+            source.keys.insert("form", quote("plain"));
             Outcome(outcome.0, outcome.1 + ": the text of Alpaca's prompt")
         }
         "alpaca_chat" if kind.ends_with("load_qa") => {
@@ -151,8 +151,7 @@ fn of_type(source: &mut Source, keys: &Keys, value: &Value) -> Outcome {
             source.fields.insert("completion".into(), "answer".into());
             source.format("completion")
         }
-        "alpaca_chat" => source.format("alpaca"),
-        "gpteacher" | "oasst" | "reflection" => source.format("alpaca"),
+        "alpaca_chat" | "gpteacher" | "oasst" | "reflection" => source.format("alpaca"),
         "input_output" => refused("parts with a label each: write tokens with labels, format = \"tokens\""),
         _ if word(keys, "field_messages").is_some() => source.format("messages"),
         other => refused(format!("{other}: the format is found by the first row, or named: format")),

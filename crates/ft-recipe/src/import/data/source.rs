@@ -40,11 +40,6 @@ impl Source {
         converted(format!("format = {}", quote(format)))
     }
 
-    /// The toolkit's own prompt around the rows, not the chat template.
-    pub fn plain(&mut self) {
-        self.keys.insert("form", quote("plain"));
-    }
-
     /// Names a field of the format, where the file's name is another.
     pub fn field(&mut self, ours: &str, value: &Value) -> Outcome {
         match text(value).filter(|t| !t.is_empty()) {

@@ -58,6 +58,7 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
 }
 
 fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Outcome {
+    let completion = source.keys.get("format").is_some_and(|f| f == "\"completion\"");
     match key {
         "source" => converted(format!("source = {:?}", source.source)),
         "data_files" => converted(format!("source = {}", files.join(", "))),
@@ -71,19 +72,13 @@ fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Ou
         "column" => source.field("text", value),
         "conversation_column" => source.field("messages", value),
         "conversation_style" => needless("the names of OpenAI and of ShareGPT are read as they are"),
-        "column_map.input" if source.keys.get("format").is_some_and(|f| f == "\"completion\"") => {
-            source.field("prompt", value)
-        }
-        "column_map.input" => source.field("input", value),
-        "column_map.output" if source.keys.get("format").is_some_and(|f| f == "\"completion\"") => {
-            source.field("completion", value)
-        }
-        "column_map.output" => source.field("output", value),
-        "column_map.prompt" => source.field("prompt", value),
-        "column_map.chosen" => source.field("chosen", value),
-        "column_map.rejected" => source.field("rejected", value),
-        "column_map.instruction" => source.field("instruction", value),
-        "column_map.system" => source.field("system", value),
+        "column_map.input" => source.field(if completion { "prompt" } else { "input" }, value),
+        "column_map.output" => source.field(if completion { "completion" } else { "output" }, value),
+        "column_map.prompt"
+        | "column_map.chosen"
+        | "column_map.rejected"
+        | "column_map.instruction"
+        | "column_map.system" => source.field(key.trim_start_matches("column_map."), value),
         "add_eos" if truth(value) == Some(false) => refused("documents end with the end-of-text token"),
         "add_eos" => needless("documents end with the end-of-text token"),
         "split_across_pack" if truth(value) == Some(true) => {

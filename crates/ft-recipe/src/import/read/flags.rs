@@ -19,9 +19,6 @@ const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
 type Variables = BTreeMap<String, (String, usize)>;
 
 /// Reads the command with the most flags.
-///
-/// # Errors
-/// No command with flags.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     let flags = |c: &Vec<(String, usize)>| c.iter().filter(|(w, _)| w.starts_with("--")).count();
     let (commands, variables) = commands(text);
@@ -60,7 +57,7 @@ fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
                 commands.push(Vec::new());
                 continue;
             }
-            let command = commands.last_mut().into_iter().next();
+            let command = commands.last_mut();
             let assigned = word.split_once('=').filter(|(name, _)| {
                 !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
             });

@@ -22,9 +22,6 @@ struct Open {
 }
 
 /// Reads the first document of `text`, a table.
-///
-/// # Errors
-/// As [`value`]; a file that is no table.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     let reader = read_document(text, MOST)?;
     match reader.root {
@@ -42,8 +39,7 @@ pub fn value(text: &str, most: usize) -> Result<Value, String> {
 }
 
 fn read_document(text: &str, most: usize) -> Result<Reader, String> {
-    let (open, anchors, lines) = Default::default();
-    let mut reader = Reader { open, anchors, root: None, lines, nodes: 0, copied: 0, most };
+    let mut reader = Reader { most, ..Reader::default() };
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
         if matches!(event, Event::DocumentEnd) {
@@ -54,6 +50,7 @@ fn read_document(text: &str, most: usize) -> Result<Reader, String> {
     Ok(reader)
 }
 
+#[derive(Default)]
 struct Reader {
     open: Vec<Open>,
     anchors: HashMap<usize, Value>,

@@ -24,7 +24,7 @@ fn each(v: &Value, mut f: impl FnMut(Value) -> Result<Option<Value>, Error>) -> 
     }
     let items = match iterate(v) {
         Ok(items) => items,
-        Err(e) => return Ok(Generator::value(std::iter::once(Err(e)))),
+        Err(e) => return Ok(Generator::failed(e)),
     };
     Ok(Generator::value(items.into_iter().filter_map(|one| f(one).transpose())))
 }

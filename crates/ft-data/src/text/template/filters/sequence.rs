@@ -21,7 +21,7 @@ pub(super) const FILTERS: &[(&[&str], &[&str], Named)] = &[
     (&["items"], &[], |v, _| match Kind::of(v) {
         Kind::Undefined => Ok(Generator::value(std::iter::empty())),
         Kind::Dict => Ok(Generator::value(iterate(&methods::view(v, "items")?)?.into_iter().map(Ok))),
-        _ => Ok(Generator::value(std::iter::once(Err(invalid("Can only get item pairs from a mapping."))))),
+        _ => Ok(Generator::failed(invalid("Can only get item pairs from a mapping."))),
     }),
     (&["dictsort"], &["case_sensitive", "by", "reverse"], dictsort),
     (&["sort"], &["reverse", "case_sensitive", "attribute"], sort),
@@ -67,16 +67,18 @@ fn join(v: &Value, a: &Arguments) -> Result<Value, Error> {
     let between = a.get(0).map_or(Ok("".into()), text)?;
     let mut out = String::new();
     for (i, one) in iterate(v)?.iter().enumerate() {
-        let one = match a.some(1) {
-            Some(path) => lookup(one, path, None)?,
-            None => one.clone(),
-        };
+        let one = attribute_or_self(one, a, 1)?;
         let piece = text(&one)?;
         spend(between.len() + piece.len())?;
         out.push_str(if i > 0 { &between } else { "" });
         out.push_str(&piece);
     }
     Ok(Value::from(out))
+}
+
+/// The attribute that argument `i` names, else the value itself.
+fn attribute_or_self(v: &Value, a: &Arguments, i: usize) -> Result<Value, Error> {
+    a.some(i).map_or_else(|| Ok(v.clone()), |path| lookup(v, path, None))
 }
 
 /// The attribute of a dotted path; digits are numbers.
@@ -154,15 +156,14 @@ fn sort(v: &Value, a: &Arguments) -> Result<Value, Error> {
 }
 
 fn unique(v: &Value, a: &Arguments) -> Result<Value, Error> {
-    let none = Value::from(());
     let mut seen: Vec<Value> = Vec::new();
     let mut out = Vec::new();
     let items = match iterate(v) {
         Ok(items) => items,
-        Err(e) => return Ok(Generator::value(std::iter::once(Err(e)))),
+        Err(e) => return Ok(Generator::failed(e)),
     };
     for one in items {
-        let found = lookup(&one, a.get(1).unwrap_or(&none), None).and_then(|found| {
+        let found = attribute_or_self(&one, a, 1).and_then(|found| {
             let key = key(found, a.is_true(0))?;
             check_key(&key)?;
             for other in &seen {
@@ -188,10 +189,9 @@ fn unique(v: &Value, a: &Arguments) -> Result<Value, Error> {
 }
 
 fn extreme(v: &Value, a: &Arguments, wanted: Ordering) -> Result<Value, Error> {
-    let none = Value::from(());
     let mut best: Option<(Value, Value)> = None;
     for one in iterate(v)? {
-        let key = key(lookup(&one, a.get(1).unwrap_or(&none), None)?, a.is_true(0))?;
+        let key = key(attribute_or_self(&one, a, 1)?, a.is_true(0))?;
         let better = match &best {
             None => true,
             Some((other, _)) => order(&key, other)? == Some(wanted),
@@ -209,11 +209,7 @@ fn sum(v: &Value, a: &Arguments) -> Result<Value, Error> {
         return Err(invalid("sum() can't sum strings [use ''.join(seq) instead]"));
     }
     for one in iterate(v)? {
-        let one = match a.some(0) {
-            Some(path) => lookup(&one, path, None)?,
-            None => one,
-        };
-        total = add(&total, &one)?;
+        total = add(&total, &attribute_or_self(&one, a, 0)?)?;
     }
     Ok(total)
 }
@@ -244,10 +240,11 @@ fn batch(v: &Value, a: &Arguments) -> Result<Value, Error> {
     a.needed(0)?;
     let size = usize::try_from(size).unwrap_or(usize::MAX);
     let mut out: Vec<Vec<Value>> = Vec::new();
-    for one in match iterate(v) {
+    let items = match iterate(v) {
         Ok(items) => items,
-        Err(e) => return Ok(Generator::value(std::iter::once(Err(e)))),
-    } {
+        Err(e) => return Ok(Generator::failed(e)),
+    };
+    for one in items {
         match out.last_mut() {
             Some(last) if last.len() != size => last.push(one),
             _ => out.push(vec![one]),
@@ -273,8 +270,8 @@ fn slices(v: &Value, a: &Arguments) -> Result<Value, Error> {
     let items = match iterate(v) {
         Ok(items) if count != 0 => items,
         failed => {
-            let e = failed.err().unwrap_or_else(|| invalid("integer division or modulo by zero"));
-            return Ok(Generator::value(std::iter::once(Err(e))));
+            let zero = || invalid("integer division or modulo by zero");
+            return Ok(Generator::failed(failed.err().unwrap_or_else(zero)));
         }
     };
     let count = usize::try_from(count).unwrap_or(0);

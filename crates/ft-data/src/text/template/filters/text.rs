@@ -6,8 +6,9 @@ use crate::text::template::json::{Style, dumps};
 use crate::text::template::python::access::{attribute, iterate, length};
 use crate::text::template::python::kind::{Kind, float, from_int, integer, invalid, text_value};
 use crate::text::template::python::number::{Number, add};
+use crate::text::template::python::strings::{self, capitalized, is_space, lines, split_space};
 use crate::text::template::python::text::{entities, escaped, text};
-use crate::text::template::python::{capitalized, is_space, lines, methods, percent, split_space};
+use crate::text::template::python::{methods, percent};
 use minijinja::{Error, Value};
 
 const SEPARATORS: &str = "tojson: separators are two texts";
@@ -73,7 +74,7 @@ fn changed(v: &Value, f: fn(&str) -> String) -> Result<Value, Error> {
 
 /// Calls a method of strings on the value's text.
 fn on_text(v: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    methods::of_text(&soft(v)?, name, args)
+    strings::call(&soft(v)?, name, args)
 }
 
 /// `title` of Jinja2: words begin after spaces, hyphens and opening brackets.
@@ -98,7 +99,7 @@ fn replace(v: &Value, a: &Arguments) -> Result<Value, Error> {
     let count = if a.some(2).is_none() { -1 } else { a.int(2, -1)? };
     let plain = Value::from(text(v)?.into_owned());
     let args = [Value::from(from.into_owned()), Value::from(to.into_owned()), from_int(count)];
-    methods::of_text(&plain, "replace", &args)
+    strings::call(&plain, "replace", &args)
 }
 
 fn indent(v: &Value, a: &Arguments) -> Result<Value, Error> {

@@ -7,9 +7,6 @@ use crate::text::template::bounds::{spend, spend_product, weigh};
 use minijinja::{Error, ErrorKind, Value};
 
 /// `object.name`: a method or an attribute, else an item.
-///
-/// # Errors
-/// An undefined object.
 pub(crate) fn attribute(object: &Value, name: &str) -> Result<Value, Error> {
     match Kind::of(object) {
         Kind::Undefined if name.starts_with("__") => Ok(Value::UNDEFINED),
@@ -43,9 +40,6 @@ fn undefined_has_no(name: &str) -> Error {
 }
 
 /// `object[key]`: an item, else a method or an attribute.
-///
-/// # Errors
-/// An undefined object.
 pub(crate) fn item(object: &Value, key: &Value) -> Result<Value, Error> {
     let kind = Kind::of(object);
     let found = match kind {
@@ -103,9 +97,6 @@ pub(crate) fn iterate(v: &Value) -> Result<Vec<Value>, Error> {
 }
 
 /// `len(v)`.
-///
-/// # Errors
-/// A value without a length.
 pub(crate) fn length(v: &Value) -> Result<usize, Error> {
     match Kind::of(v) {
         Kind::Undefined => Ok(0),
@@ -120,9 +111,6 @@ pub(crate) fn length(v: &Value) -> Result<usize, Error> {
 }
 
 /// A text, list or tuple `n` times.
-///
-/// # Errors
-/// An exhausted budget.
 pub(crate) fn repeat(v: &Value, n: i128) -> Result<Value, Error> {
     let n = usize::try_from(n.max(0)).unwrap_or(usize::MAX);
     if let Some(text) = v.as_str() {
@@ -139,9 +127,6 @@ pub(crate) fn repeat(v: &Value, n: i128) -> Result<Value, Error> {
 }
 
 /// `v[start:stop:step]`.
-///
-/// # Errors
-/// A value without order, bounds other than integers, or a step of zero.
 pub(crate) fn slice(v: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value, Error> {
     let bound = |v: &Value| match integer(v) {
         Some(n) => Ok(Some(i64::try_from(n).unwrap_or(if n < 0 { i64::MIN } else { i64::MAX }))),

@@ -7,9 +7,6 @@ use minijinja::{Error, ErrorKind, Value};
 use std::cmp::Ordering;
 
 /// A comparison by the engine's name of its operator.
-///
-/// # Errors
-/// Those of [`equal`], [`order`] and [`contains`], and other operators.
 pub(crate) fn holds(op: &str, a: &Value, b: &Value) -> Result<bool, Error> {
     Ok(match op {
         "Eq" => equal(a, b)?,
@@ -25,9 +22,6 @@ pub(crate) fn holds(op: &str, a: &Value, b: &Value) -> Result<bool, Error> {
 }
 
 /// `a == b`.
-///
-/// # Errors
-/// An exhausted budget.
 pub(crate) fn equal(a: &Value, b: &Value) -> Result<bool, Error> {
     let (ka, kb) = (Kind::of(a), Kind::of(b));
     if ka.is_number() && kb.is_number() {
@@ -91,9 +85,6 @@ fn int_with_float(n: i128, x: f64) -> Option<Ordering> {
 }
 
 /// The order of two values; `None` if no comparison holds (NaN).
-///
-/// # Errors
-/// Types without an order between them.
 pub(crate) fn order(a: &Value, b: &Value) -> Result<Option<Ordering>, Error> {
     let (ka, kb) = (Kind::of(a), Kind::of(b));
     if ka.is_number() && kb.is_number() {
@@ -123,9 +114,6 @@ pub(crate) fn order(a: &Value, b: &Value) -> Result<Option<Ordering>, Error> {
 }
 
 /// Sorts by keys like Python: stable, and with an error for types without order.
-///
-/// # Errors
-/// The first of [`order`].
 pub(crate) fn sort<T>(items: &mut [T], reverse: bool, key: impl Fn(&T) -> &Value) -> Result<(), Error> {
     let mut failed = None;
     items.sort_by(|a, b| {
@@ -140,9 +128,6 @@ pub(crate) fn sort<T>(items: &mut [T], reverse: bool, key: impl Fn(&T) -> &Value
 }
 
 /// `value in container`.
-///
-/// # Errors
-/// A container without items, or a key that no dict has.
 pub(crate) fn contains(container: &Value, value: &Value) -> Result<bool, Error> {
     match Kind::of(container) {
         Kind::Undefined => Ok(false),
@@ -170,10 +155,7 @@ pub(crate) fn contains(container: &Value, value: &Value) -> Result<bool, Error> 
     }
 }
 
-/// Refuses keys without a hash.
-///
-/// # Errors
-/// Lists and dicts.
+/// Refuses keys without a hash: lists and dicts.
 pub(crate) fn check_key(key: &Value) -> Result<(), Error> {
     weigh(key)?;
     match Kind::of(key) {

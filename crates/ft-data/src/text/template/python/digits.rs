@@ -8,9 +8,6 @@ use minijinja::Error;
 const WIDEST: usize = 4096;
 
 /// Checks a width or precision.
-///
-/// # Errors
-/// More characters than a template may ask for.
 pub(super) fn check_width(n: usize) -> Result<usize, Error> {
     spend_product(n.min(WIDEST), 4)?;
     if n > WIDEST {
@@ -52,8 +49,7 @@ fn exponent(x: f64, precision: usize, alternate: bool) -> String {
     let text = format!("{x:.precision$e}");
     let (mantissa, power) = text.split_once('e').unwrap_or((&text, "0"));
     let power: i32 = power.parse().unwrap_or(0);
-    let sign = if power < 0 { '-' } else { '+' };
-    format!("{}e{sign}{:02}", point(mantissa.to_string(), alternate), power.abs())
+    format!("{}e{power:+03}", point(mantissa.to_string(), alternate))
 }
 
 fn general(x: f64, precision: usize, alternate: bool, dotted: bool) -> String {
@@ -102,9 +98,6 @@ pub(super) enum Align {
 }
 
 /// Fills `prefix` and `body` up to `width` characters.
-///
-/// # Errors
-/// An exhausted budget.
 pub(super) fn aligned(
     prefix: &str,
     body: &str,

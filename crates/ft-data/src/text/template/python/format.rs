@@ -10,9 +10,6 @@ use crate::text::template::bounds::spend;
 use minijinja::{Error, Value};
 
 /// `format.format(*args, **names)`. With `safe`, fields are written with HTML's entities.
-///
-/// # Errors
-/// Fields without a value, and specifications that do not fit a value.
 pub(crate) fn formatted(
     format: &str,
     safe: bool,
@@ -70,16 +67,13 @@ impl Fields<'_> {
             Some(c) => c.split_once(':').unwrap_or((c, "")),
         };
         let spec = if spec.contains(['{', '}']) { self.fill(spec, depth - 1)? } else { spec.to_string() };
-        let (value, plain) = match conversion {
-            "" => (value.clone(), None),
-            "s" => (Value::from(text(&value)?.into_owned()), None),
-            "r" => (Value::from(repr(&value)?), None),
-            "a" => (Value::from(ascii(&repr(&value)?)), None),
-            other => (Value::UNDEFINED, Some(invalid(format!("Unknown conversion specifier {other:?}")))),
+        let value = match conversion {
+            "" => value,
+            "s" => Value::from(text(&value)?.into_owned()),
+            "r" => Value::from(repr(&value)?),
+            "a" => Value::from(ascii(&repr(&value)?)),
+            other => return Err(invalid(format!("Unknown conversion specifier {other:?}"))),
         };
-        if let Some(e) = plain {
-            return Err(e);
-        }
         let written = Spec::parse(&spec)?.write(&value)?;
         Ok(if self.safe && !value.is_safe() { entities(&written) } else { written })
     }

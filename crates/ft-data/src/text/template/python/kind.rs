@@ -140,6 +140,11 @@ impl Generator {
         }
         Value::from_object(Self(Mutex::new(all)))
     }
+
+    /// A generator that raises an error at once.
+    pub fn failed(e: Error) -> Value {
+        Self::value(std::iter::once(Err(e)))
+    }
 }
 
 struct Rest(Arc<Generator>);

@@ -7,34 +7,31 @@ use super::{number, strings};
 use crate::text::template::bounds::{spend, weigh};
 use minijinja::{Error, ErrorKind, State, Value};
 
-const LIST: &[&str] = &["copy", "count", "index"];
-const TUPLE: &[&str] = &["count", "index"];
-const DICT: &[&str] = &["copy", "fromkeys", "get", "items", "keys", "values"];
-const INT: &[&str] = &["bit_count", "bit_length", "conjugate", "is_integer"];
-const FLOAT: &[&str] = &["conjugate", "hex", "is_integer"];
+const LIST: &str = "copy count index";
+const TUPLE: &str = "count index";
+const DICT: &str = "copy fromkeys get items keys values";
+const INT: &str = "bit_count bit_length conjugate is_integer";
+const FLOAT: &str = "conjugate hex is_integer";
 /// Methods that change a list or dict: undefined, as in Jinja2's immutable sandbox.
-const LIST_CHANGES: &[&str] = &["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"];
-const DICT_CHANGES: &[&str] = &["clear", "pop", "popitem", "setdefault", "update"];
+const LIST_CHANGES: &str = "append clear extend insert pop remove reverse sort";
+const DICT_CHANGES: &str = "clear pop popitem setdefault update";
 
 /// Whether a type has a method, and whether templates may call it.
 pub(crate) fn known(kind: Kind, name: &str) -> Option<bool> {
-    let (methods, changes): (&[&str], &[&str]) = match kind {
-        Kind::Str => (strings::METHODS, &[]),
+    let (methods, changes) = match kind {
+        Kind::Str => (strings::METHODS, ""),
         Kind::List => (LIST, LIST_CHANGES),
-        Kind::Tuple | Kind::Range => (TUPLE, &[]),
+        Kind::Tuple | Kind::Range => (TUPLE, ""),
         Kind::Dict => (DICT, DICT_CHANGES),
-        Kind::Int | Kind::Bool => (INT, &[]),
-        Kind::Float => (FLOAT, &[]),
+        Kind::Int | Kind::Bool => (INT, ""),
+        Kind::Float => (FLOAT, ""),
         _ => return None,
     };
-    let internal = name.starts_with("__") && kind != Kind::Undefined;
-    if methods.contains(&name) { Some(true) } else { (internal || changes.contains(&name)).then_some(false) }
+    let is_in = |names: &str| names.split_whitespace().any(|n| n == name);
+    if is_in(methods) { Some(true) } else { (name.starts_with("__") || is_in(changes)).then_some(false) }
 }
 
 /// Calls `object.name(*args)`.
-///
-/// # Errors
-/// A missing method, or wrong arguments.
 pub(crate) fn call(
     state: &mut State<'_, '_>,
     object: &Value,
@@ -64,9 +61,6 @@ pub(crate) fn call(
 }
 
 /// Positional arguments, between `least` and `most` of them.
-///
-/// # Errors
-/// Another number of arguments, or keywords.
 pub(super) fn positional<'a>(
     name: &str,
     args: &'a [Value],
@@ -85,9 +79,6 @@ pub(super) fn positional<'a>(
 }
 
 /// Arguments by position or keyword, in the order of `names`.
-///
-/// # Errors
-/// Unknown or repeated names, or too many arguments.
 pub(crate) fn bind(function: &str, names: &[&str], args: &[Value]) -> Result<Vec<Option<Value>>, Error> {
     let (args, keywords) = match args.split_last() {
         Some((last, first)) if last.is_kwargs() => (first, pairs(last)?),
@@ -208,12 +199,4 @@ fn of_number(object: &Value, name: &str, args: &[Value]) -> Result<Value, Error>
         ("hex", _) => return Err(invalid("float.hex is not built yet")),
         _ => n.map_or_else(|| object.clone(), from_int),
     })
-}
-
-/// Calls a method of a string.
-///
-/// # Errors
-/// Wrong arguments, or an exhausted budget.
-pub(crate) fn of_text(text: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    strings::call(text, name, args)
 }

@@ -1,7 +1,8 @@
 //! Values of templates with the semantics of Python, as Jinja2 shows them: text, operators, methods.
 //!
 //! The template engine has own rules for text, comparisons and arithmetic; models were trained on Python's. Each
-//! function spends its cost before the work, in the bytes of [`super::bounds`].
+//! function spends its cost before the work, in the bytes of [`super::bounds`]. Errors are Python's, and an exhausted
+//! budget.
 //!
 //! | file | contents |
 //! |---|---|
@@ -22,7 +23,5 @@ pub(super) mod kind;
 pub(super) mod methods;
 pub(super) mod number;
 pub(super) mod percent;
-mod strings;
+pub(super) mod strings;
 pub(super) mod text;
-
-pub(super) use strings::{capitalized, is_space, lines, split_space};

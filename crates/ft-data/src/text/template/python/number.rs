@@ -43,15 +43,13 @@ fn by_zero() -> Error {
     invalid("division by zero")
 }
 
-/// The results of an operator for two integers, and for two floats.
-type Pair<T> = Result<T, Error>;
-
+/// The result of an operator, computed by `whole` for two integers, else by `real`.
 fn compute(
     op: &str,
     a: &Value,
     b: &Value,
-    whole: fn(i128, i128) -> Pair<Number>,
-    real: fn(f64, f64) -> Pair<f64>,
+    whole: fn(i128, i128) -> Result<Number, Error>,
+    real: fn(f64, f64) -> Result<f64, Error>,
 ) -> Result<Value, Error> {
     let (Some(x), Some(y)) = (Number::of(a), Number::of(b)) else { return Err(unsupported(op, a, b)) };
     let out = match (x, y) {
@@ -64,14 +62,11 @@ fn compute(
     })
 }
 
-fn int(n: Option<i128>) -> Pair<Number> {
+fn int(n: Option<i128>) -> Result<Number, Error> {
     n.map(Number::Int).ok_or_else(too_large)
 }
 
 /// `a + b`.
-///
-/// # Errors
-/// Types that cannot be added.
 pub(crate) fn add(a: &Value, b: &Value) -> Result<Value, Error> {
     match (Kind::of(a), Kind::of(b)) {
         (Kind::Str, Kind::Str) if a.is_safe() || b.is_safe() => {
@@ -93,17 +88,11 @@ pub(crate) fn add(a: &Value, b: &Value) -> Result<Value, Error> {
 }
 
 /// `a - b`.
-///
-/// # Errors
-/// Types without this operator.
 pub(crate) fn subtract(a: &Value, b: &Value) -> Result<Value, Error> {
     compute("-", a, b, |x, y| int(x.checked_sub(y)), |x, y| Ok(x - y))
 }
 
 /// `a * b`.
-///
-/// # Errors
-/// Types without this operator.
 pub(crate) fn multiply(a: &Value, b: &Value) -> Result<Value, Error> {
     let is_sequence = |v: &Value| matches!(Kind::of(v), Kind::Str | Kind::List | Kind::Tuple);
     match (is_sequence(a), is_sequence(b), integer(a), integer(b)) {
@@ -114,9 +103,6 @@ pub(crate) fn multiply(a: &Value, b: &Value) -> Result<Value, Error> {
 }
 
 /// `a / b`, always a float.
-///
-/// # Errors
-/// A division by zero, or types without this operator.
 pub(crate) fn divide(a: &Value, b: &Value) -> Result<Value, Error> {
     let real = |x: f64, y: f64| if y == 0.0 { Err(by_zero()) } else { Ok(x / y) };
     compute(
@@ -129,9 +115,6 @@ pub(crate) fn divide(a: &Value, b: &Value) -> Result<Value, Error> {
 }
 
 /// `a // b`, rounded down.
-///
-/// # Errors
-/// A division by zero, or types without this operator.
 pub(crate) fn floor_divide(a: &Value, b: &Value) -> Result<Value, Error> {
     let whole = |x: i128, y: i128| {
         if y == 0 {
@@ -144,9 +127,6 @@ pub(crate) fn floor_divide(a: &Value, b: &Value) -> Result<Value, Error> {
 }
 
 /// `a % b` with the sign of `b`; for texts, `%` formatting.
-///
-/// # Errors
-/// A division by zero, types without this operator, or arguments that do not fit the format.
 pub(crate) fn remainder(a: &Value, b: &Value) -> Result<Value, Error> {
     if let Some(format) = a.as_str() {
         return percent::percent(format, a.is_safe(), b).map(|text| text_value(text, a.is_safe()));
@@ -184,9 +164,6 @@ fn floored(x: f64, y: f64) -> Result<(f64, f64), Error> {
 }
 
 /// `a ** b`.
-///
-/// # Errors
-/// Zero to a negative power, complex or too large results, or types without this operator.
 pub(crate) fn power(a: &Value, b: &Value) -> Result<Value, Error> {
     let whole = |x: i128, y: i128| match u32::try_from(y) {
         Ok(y) => int(x.checked_pow(y)),
@@ -212,9 +189,6 @@ fn real_power(x: f64, y: f64) -> Result<f64, Error> {
 }
 
 /// `-v`.
-///
-/// # Errors
-/// Types without this operator.
 pub(crate) fn negate(v: &Value) -> Result<Value, Error> {
     match Number::of(v) {
         Some(Number::Int(n)) => n.checked_neg().map(from_int).ok_or_else(too_large),

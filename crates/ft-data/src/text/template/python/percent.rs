@@ -10,9 +10,6 @@ use crate::text::template::bounds::spend;
 use minijinja::{Error, Value};
 
 /// `format % args`. With `safe`, texts are written with HTML's entities.
-///
-/// # Errors
-/// Arguments that do not fit the format.
 pub(crate) fn percent(format: &str, safe: bool, args: &Value) -> Result<String, Error> {
     let kind = Kind::of(args);
     let positional = match kind {

@@ -10,55 +10,11 @@ use crate::text::template::bounds::{spend, spend_product};
 use minijinja::{Error, Value};
 
 /// Methods of strings; `encode`, `maketrans` and `translate` need bytes and tables, and are not built yet.
-pub(super) const METHODS: &[&str] = &[
-    "capitalize",
-    "casefold",
-    "center",
-    "count",
-    "encode",
-    "endswith",
-    "expandtabs",
-    "find",
-    "format",
-    "format_map",
-    "index",
-    "isalnum",
-    "isalpha",
-    "isascii",
-    "isdecimal",
-    "isdigit",
-    "isidentifier",
-    "islower",
-    "isnumeric",
-    "isprintable",
-    "isspace",
-    "istitle",
-    "isupper",
-    "join",
-    "ljust",
-    "lower",
-    "lstrip",
-    "maketrans",
-    "partition",
-    "removeprefix",
-    "removesuffix",
-    "replace",
-    "rfind",
-    "rindex",
-    "rjust",
-    "rpartition",
-    "rsplit",
-    "rstrip",
-    "split",
-    "splitlines",
-    "startswith",
-    "strip",
-    "swapcase",
-    "title",
-    "translate",
-    "upper",
-    "zfill",
-];
+pub(super) const METHODS: &str = "capitalize casefold center count encode endswith expandtabs find format \
+    format_map index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable \
+    isspace istitle isupper join ljust lower lstrip maketrans partition removeprefix removesuffix replace \
+    rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title translate \
+    upper zfill";
 
 /// Whether Python takes a character as white space.
 pub(crate) fn is_space(c: char) -> bool {
@@ -118,10 +74,7 @@ struct Call<'a> {
 }
 
 /// Calls a method of a string.
-///
-/// # Errors
-/// Wrong arguments, or an exhausted budget.
-pub(super) fn call(object: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+pub(crate) fn call(object: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let text = object.as_str().unwrap_or_default();
     spend(text.len())?;
     let call = Call { name, text, safe: object.is_safe(), args };
@@ -475,10 +428,7 @@ pub(crate) fn split_space(text: &str, most: usize, from_end: bool) -> Vec<&str> 
 }
 
 /// `str.replace`; a negative count replaces all.
-///
-/// # Errors
-/// An exhausted budget.
-pub(crate) fn replace(text: &str, from: &str, to: &str, count: i128) -> Result<String, Error> {
+fn replace(text: &str, from: &str, to: &str, count: i128) -> Result<String, Error> {
     let times = if from.is_empty() { text.chars().count() + 1 } else { text.matches(from).count() };
     let most = usize::try_from(count).unwrap_or(usize::MAX).min(times);
     spend_product(most, to.len())?;

@@ -8,9 +8,6 @@ use std::borrow::Cow;
 use std::fmt::Write;
 
 /// `str(v)`.
-///
-/// # Errors
-/// An exhausted budget.
 pub(crate) fn text(v: &Value) -> Result<Cow<'_, str>, Error> {
     if let Some(text) = v.as_str() {
         spend(text.len())?;
@@ -23,9 +20,6 @@ pub(crate) fn text(v: &Value) -> Result<Cow<'_, str>, Error> {
 }
 
 /// `repr(v)`.
-///
-/// # Errors
-/// An exhausted budget.
 pub(crate) fn repr(v: &Value) -> Result<String, Error> {
     // quotes and escapes take several bytes for one
     for _ in 0..if v.as_object().is_some() || v.as_str().is_some() { 4 } else { 1 } {
@@ -141,17 +135,13 @@ pub(crate) fn float_text(x: f64) -> String {
     let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
     let power: i32 = exponent.parse().unwrap_or(0);
     if x != 0.0 && !(-4..16).contains(&power) {
-        let sign = if power < 0 { '-' } else { '+' };
-        return format!("{mantissa}e{sign}{:02}", power.abs());
+        return format!("{mantissa}e{power:+03}");
     }
     let plain = format!("{x}");
     if plain.contains('.') { plain } else { plain + ".0" }
 }
 
 /// The text of a value with HTML's entities; text marked as safe stays as it is.
-///
-/// # Errors
-/// An exhausted budget.
 pub(crate) fn escaped(v: &Value) -> Result<String, Error> {
     let text = text(v)?;
     if v.is_safe() {

@@ -1,6 +1,6 @@
 //! BPE over characters whose spaces are marks, as SentencePiece makes it: Llama 2, Mistral, Mixtral, Phi-3, Gemma.
 
-use super::super::error::{Error, refuse};
+use super::super::{Error, refuse};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 

@@ -6,8 +6,8 @@ mod pre;
 mod strips;
 
 use super::entries::Keys;
-use super::error::{Error, refuse};
 use super::keys::object;
+use super::{Error, refuse};
 use crate::files::GgufValue;
 use crate::model::Config;
 use ft_base::terminal::warn;
@@ -240,16 +240,11 @@ fn looks_special(text: &str) -> bool {
 
 /// Merges as `left right`, from either format of tokenizer.json.
 fn merges(place: &str, model: &Value) -> Result<Vec<String>, Error> {
-    let spelled = |m: &Value| match m {
-        Value::String(s) => Some(s.clone()),
-        Value::Array(pair) => match &pair[..] {
-            [Value::String(a), Value::String(b)] => {
-                // A space inside a part becomes its byte-level character.
-                let part = |s: &str| s.replace(' ', "\u{120}");
-                Some(format!("{} {}", part(a), part(b)))
-            }
-            _ => None,
-        },
+    // A space inside a part becomes its byte-level character.
+    let part = |v: &Value| Some(v.as_str()?.replace(' ', "\u{120}"));
+    let spelled = |m: &Value| match (m, m.as_array().map(Vec::as_slice)) {
+        (Value::String(s), _) => Some(s.clone()),
+        (_, Some([a, b])) => Some(format!("{} {}", part(a)?, part(b)?)),
         _ => None,
     };
     let list = model["merges"].as_array().map(Vec::as_slice).unwrap_or_default();

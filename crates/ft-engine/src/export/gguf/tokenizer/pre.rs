@@ -1,6 +1,6 @@
 //! llama.cpp's names of the ways to split a text before byte-level BPE.
 
-use super::super::error::{Error, refuse};
+use super::super::{Error, refuse};
 use serde_json::{Map, Value};
 
 /// Regex of Llama 3, and of cl100k.

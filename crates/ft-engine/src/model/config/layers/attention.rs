@@ -44,9 +44,7 @@ impl Keys<'_> {
     fn rotates(&self, family: &Family, layers: usize) -> Result<Vec<bool>> {
         let Some(default) = family.no_rope_interval else { return Ok(vec![true; layers]) };
         let interval = self.some("no_rope_layer_interval", LAYERS)?.unwrap_or(default);
-        let Some(list) = self.get("no_rope_layers") else {
-            return Ok((0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect());
-        };
+        let Some(list) = self.get("no_rope_layers") else { return Ok(pattern(interval, layers)) };
         match serde_json::from_value::<Vec<usize>>(list.clone()) {
             Ok(list) if list.len() == layers => Ok(list.into_iter().map(|n| n != 0).collect()),
             _ => {
@@ -139,7 +137,7 @@ impl Keys<'_> {
     }
 }
 
-/// For each layer, whether it has a sliding window, if all but each `every`-th have one.
-fn pattern(every: usize, layers: usize) -> Vec<bool> {
+/// True for all layers but each `every`-th.
+pub(super) fn pattern(every: usize, layers: usize) -> Vec<bool> {
     (1..=layers).map(|l| !l.is_multiple_of(every)).collect()
 }

@@ -111,11 +111,7 @@ impl Keys<'_> {
             let (Some(layer), Some(of)) = (layer, table.table(key)?) else {
                 return Err(table.bad(key, "the number of a layer is wanted"));
             };
-            if let Some(other) =
-                of.raw.keys().find(|k| !["head_dim", "num_key_value_heads"].contains(&k.as_str()))
-            {
-                return Err(of.bad(other, "ft does not know this key, and it may change the numbers"));
-            }
+            of.only(|key| ["head_dim", "num_key_value_heads"].contains(&key))?;
             own.insert(layer, (of.some("head_dim", HEADS)?, of.some("num_key_value_heads", HEADS)?));
         }
         let of = |(l, a): (usize, &LayerAttention)| {

@@ -1,12 +1,13 @@
 //! Keys of linear attention.
 
+use super::attention::pattern;
 use crate::model::config::error::Result;
 use crate::model::config::family::Family;
 use crate::model::config::keys::Keys;
 use crate::model::config::limits::{HEADS, LAYERS};
 use crate::model::config::types::Delta;
-use ft_base::store::json::short;
 use ft_kernels::delta::Heads;
+use serde_json::Value;
 
 /// Limit on the taps of a convolution.
 const TAPS: usize = 64;
@@ -27,15 +28,10 @@ impl Keys<'_> {
             return Err(self.bad("linear_num_value_heads", why));
         }
         let interval = self.some("full_attention_interval", LAYERS)?.unwrap_or(4);
-        let is_linear = match self.get("layer_types") {
-            None => (0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect(),
-            Some(types) => match types.as_array().filter(|list| list.len() == layers) {
-                Some(list) => list.iter().map(|t| t.as_str() == Some("linear_attention")).collect(),
-                None => {
-                    let why = format!("{}; a list of {layers} entries is wanted, one a layer", short(types));
-                    return Err(self.bad("layer_types", why));
-                }
-            },
+        // Checked before, by `Keys::attention`.
+        let is_linear = match self.get("layer_types").and_then(Value::as_array) {
+            None => pattern(interval, layers),
+            Some(types) => types.iter().map(|t| t.as_str() == Some("linear_attention")).collect(),
         };
         let taps = self.size("linear_conv_kernel_dim", TAPS)?;
         Ok(Some(Delta { heads, taps, projections, is_linear }))

@@ -129,6 +129,12 @@ pub struct Slice {
 pub const SCORE: &str = "score";
 
 impl Module {
+    /// A module outside of the layers, whole on every rank.
+    pub(super) fn new(name: impl Into<String>, kind: Kind, group: Group) -> Self {
+        let cut = CutAlong::Nothing;
+        Self { name: name.into(), kind, group, layer: None, expert: None, parameter: None, cut }
+    }
+
     /// Whether this is a score head.
     pub fn is_score(&self) -> bool {
         self.group == Group::Head && self.name == SCORE
@@ -268,8 +274,7 @@ impl InLayer<'_> {
     }
 
     pub fn module(self, name: &str, kind: Kind, group: Group) -> Module {
-        let (name, layer) = (self.name(name), Some(self.layer));
-        Module { name, kind, group, layer, expert: None, parameter: None, cut: CutAlong::Nothing }
+        Module { layer: Some(self.layer), ..Module::new(self.name(name), kind, group) }
     }
 
     pub fn norm(self, name: &str, dim: usize) -> Module {

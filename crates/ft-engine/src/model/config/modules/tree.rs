@@ -1,7 +1,7 @@
 //! Modules of the whole model.
 
 use super::layer::LayerTree;
-use super::module::{CutAlong, Group, Kind, Module, SCORE, linear};
+use super::module::{Group, Kind, Module, SCORE, linear};
 use crate::model::config::types::Config;
 use std::collections::BTreeSet;
 
@@ -31,15 +31,7 @@ impl Tree {
     pub fn per_layer(c: &Config) -> Option<[Module; 3]> {
         let inputs = c.layer_inputs?;
         let (width, all) = (inputs.width, inputs.width * c.layers);
-        let module = |name: &str, kind| Module {
-            name: format!("{}.{name}", c.body),
-            kind,
-            group: Group::PerLayer,
-            layer: None,
-            expert: None,
-            parameter: None,
-            cut: CutAlong::Nothing,
-        };
+        let module = |name: &str, kind| Module::new(format!("{}.{name}", c.body), kind, Group::PerLayer);
         Some([
             module("embed_tokens_per_layer", Kind::Embedding { vocab: inputs.vocab, dim: all }),
             module("per_layer_model_projection", linear(all, c.hidden, false)),
@@ -49,21 +41,12 @@ impl Tree {
 
     /// Modules outside of the layers: embedding, final norm and head.
     pub fn ends(c: &Config) -> (Module, Module, Module) {
-        let module = |name: &str, kind, group| Module {
-            name: name.into(),
-            kind,
-            group,
-            layer: None,
-            expert: None,
-            parameter: None,
-            cut: CutAlong::Nothing,
-        };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
         let name = if c.scores.is_some() { SCORE } else { c.vocabulary_name() };
         (
-            module(&c.embedding_name(), table, Group::Embedding),
-            module(&format!("{}.norm", c.body), Kind::Norm { dim: c.hidden }, Group::Norms),
-            module(name, linear(c.outputs(), c.hidden, false), Group::Head),
+            Module::new(c.embedding_name(), table, Group::Embedding),
+            Module::new(format!("{}.norm", c.body), Kind::Norm { dim: c.hidden }, Group::Norms),
+            Module::new(name, linear(c.outputs(), c.hidden, false), Group::Head),
         )
     }
 

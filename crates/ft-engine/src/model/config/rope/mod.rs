@@ -6,8 +6,7 @@ mod tables;
 pub(super) use read::{read, unread};
 pub(super) use tables::{LAYER_TYPES, ROPE_PARAMETERS, ROPE_SCALING, is_changed, refuse, replace, settle};
 
-use super::error::{Error, Result};
-use candle_core::Device;
+use candle_core::{Device, Result};
 use ft_kernels::Tensor;
 use rayon::prelude::*;
 use std::f64::consts::PI;
@@ -20,6 +19,15 @@ pub struct Rope {
     pub scaling: Scaling,
     /// Channels of a head that rotate.
     pub dim: usize,
+}
+
+/// Tables of a rotary embedding for the tokens of a micro-batch.
+#[derive(Clone, Debug)]
+pub struct Tables {
+    /// Cosines `[t, c / 2]`, f32.
+    pub cos: Tensor,
+    /// Sines `[t, c / 2]`, f32.
+    pub sin: Tensor,
 }
 
 /// Scaling of the frequencies for longer contexts.
@@ -151,12 +159,12 @@ impl Rope {
         }
     }
 
-    /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions in documents of these lengths, end to end; the
-    /// last positions, if there are fewer than tokens.
-    pub fn tables(&self, positions: &[u32], docs: &[usize], device: &Device) -> Result<(Tensor, Tensor)> {
-        let [cos, sin] = self.values(positions, docs);
-        let make = |v| Tensor::from_vec(v, (positions.len(), self.dim / 2), device).map_err(Error::from);
-        Ok((make(cos)?, make(sin)?))
+    /// Tables for token positions in documents of these lengths, end to end; the last positions, if there are fewer
+    /// than tokens.
+    pub fn tables(&self, positions: &[u32], docs: &[usize], device: &Device) -> Result<Tables> {
+        let make = |v| Tensor::from_vec(v, (positions.len(), self.dim / 2), device);
+        let [cos, sin] = self.values(positions, docs).map(make);
+        Ok(Tables { cos: cos?, sin: sin? })
     }
 
     /// Host values of [`Rope::tables`].

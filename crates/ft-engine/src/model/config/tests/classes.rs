@@ -5,10 +5,6 @@ use crate::model::config::family::FAMILIES;
 use crate::model::config::rope::{Rope, Scaling};
 use std::path::Path;
 
-fn read(raw: &Value) -> Result<Config> {
-    Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())
-}
-
 fn of_rope(r: &Rope) -> Value {
     let mut out = match &r.scaling {
         Scaling::Default => json!({"kind": "default"}),
@@ -60,8 +56,8 @@ fn absent_keys_have_the_defaults_of_transformers() -> anyhow::Result<()> {
 fn null_sizes_are_refused() {
     for key in ["hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
     {
-        let e = read(&json!({"model_type": "qwen3", key: null})).map(|_| ()).map_err(|e| e.to_string());
-        assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key}: {e:?}");
+        let e = error_of(read(&json!({"model_type": "qwen3", key: null})));
+        assert!(e.contains(key), "{key}: {e}");
     }
 }
 
@@ -132,9 +128,8 @@ fn a_pattern_of_windows_is_read_for_gemma_3_alone() -> Result<()> {
     for (key, value) in
         [("sliding_window_pattern", json!(3)), ("layer_types", json!(vec!["full_attention"; 32]))]
     {
-        let raw = json!({"model_type": "mistral"}).as_object().cloned().unwrap_or_default();
-        let set = json!({ key: value }).as_object().cloned().unwrap_or_default();
-        let e = Config::overridden("config.json", raw, &set).err().map(|e| e.to_string()).unwrap_or_default();
+        let (raw, set) = (object(&json!({"model_type": "mistral"})), object(&json!({ key: value })));
+        let e = error_of(Config::overridden("config.json", raw, &set));
         assert!(e.contains(&format!(": {key}: ")) && e.contains("model.override's"), "{e}");
     }
     let types = json!(["sliding_attention", "full_attention"]);
@@ -178,14 +173,14 @@ fn errors_name_defaults_of_the_class() {
             true,
         ),
     ] {
-        let e = read(&raw).err().map(|e| e.to_string()).unwrap_or_default();
+        let e = error_of(read(&raw));
         assert!(e.contains(key) && e.contains(of_class) == is_default, "{raw}: {e}");
     }
     let text = json!({"model_type": "qwen3_5_moe", "text_config": {"num_experts_per_tok": 300}});
-    let e = read(&text).err().map(|e| e.to_string()).unwrap_or_default();
+    let e = error_of(read(&text));
     assert!(e.contains("text_config.num_experts_per_tok: 300 of 256") && !e.contains(of_class), "{e}");
     let text = json!({"model_type": "qwen3_5", "text_config": {"num_attention_heads": 6}});
-    let e = read(&text).err().map(|e| e.to_string()).unwrap_or_default();
+    let e = error_of(read(&text));
     assert!(e.contains("text_config.num_key_value_heads: 4; 6") && e.contains(of_class), "{e}");
 }
 
@@ -193,9 +188,8 @@ fn errors_name_defaults_of_the_class() {
 #[test]
 fn an_override_unties_a_vision_checkpoint() -> Result<()> {
     let raw = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}});
-    let set = json!({"tie_word_embeddings": false});
-    let [raw, set] = [raw, set].map(|v| v.as_object().cloned().unwrap_or_default());
-    let c = Config::overridden("config.json", raw, &set)?;
+    let set = object(&json!({"tie_word_embeddings": false}));
+    let c = Config::overridden("config.json", object(&raw), &set)?;
     assert!(!c.tied && c.notes.is_empty() && c.raw["tie_word_embeddings"] == json!(false));
     Ok(())
 }

@@ -12,6 +12,7 @@
 //! The instruction flushes subnormal inputs to zero, and adds the sum of both products with
 //! round-to-nearest, whatever the MXCSR rounding mode.
 
+use super::partition::{COLUMNS, ROWS};
 use crate::matmul::gemm::cpu::Mat;
 use half::bf16;
 use std::arch::x86_64::{
@@ -25,13 +26,10 @@ use std::arch::x86_64::{
 use std::mem::transmute;
 use std::ops::Range;
 
-/// Rows per micro-kernel: two vectors of columns use 24 registers for sums, 2 for columns and 1 for the
-/// broadcast.
-pub const ROWS: usize = 12;
-/// Columns per micro-kernel; the last panel may be half as wide.
-pub const COLUMNS: usize = 2 * LANES;
 /// Columns per vector.
 pub const LANES: usize = 16;
+// Two vectors of columns use 24 registers for sums, 2 for columns and 1 for the broadcast.
+const _: () = assert!(ROWS == 12 && COLUMNS == 2 * LANES);
 /// Prefetch distance, with strided and with contiguous inner values. Weights come from memory, and the
 /// hardware prefetcher does not follow from panel to panel.
 const ROWS_AHEAD: usize = 16;

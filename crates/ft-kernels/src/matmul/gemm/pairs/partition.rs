@@ -13,7 +13,7 @@ pub fn packing(
     Partition::new(sizes, threads, (transposed, made)).bytes(to_half)
 }
 
-/// Rows and columns of the register tile; see `panels`.
+/// Rows and columns of the register tile; the last panel may be half as wide.
 pub(super) const ROWS: usize = 12;
 pub(super) const COLUMNS: usize = 32;
 /// Values of the inner dimension per block: if the dimension fits two blocks, and if it is longer.

@@ -17,9 +17,6 @@ pub enum Path {
 const VARIABLE: &str = "FT_BF16";
 
 impl Path {
-    /// Fastest first.
-    const ALL: [Self; 2] = [Path::Dots, Path::Widened];
-
     /// Value of the environment variable.
     pub fn word(self) -> &'static str {
         match self {
@@ -49,21 +46,16 @@ impl Path {
 
     /// The requested path if supported; by default the fastest supported one.
     pub(super) fn choose(wanted: Option<&str>) -> Result<Self, String> {
-        let chosen = match wanted {
-            None | Some("") => Self::ALL.into_iter().find(|p| p.is_here()),
-            Some(word) => match Self::ALL.into_iter().find(|p| p.word() == word) {
-                None => {
-                    return Err(format!(
-                        "{VARIABLE}={word}: unknown\n  hint: {VARIABLE}=dots or widened, or leave it out"
-                    ));
-                }
-                known => known,
-            },
+        let Some(word) = wanted.filter(|word| !word.is_empty()) else {
+            return Ok(if Path::Dots.is_here() { Path::Dots } else { Path::Widened });
         };
-        match chosen {
+        match [Path::Dots, Path::Widened].into_iter().find(|p| p.word() == word) {
             Some(p) if p.is_here() => Ok(p),
-            _ => Err(format!(
+            Some(_) => Err(format!(
                 "{VARIABLE}=dots: this processor has no AVX-512 BF16\n  hint: {VARIABLE}=widened, or leave it out"
+            )),
+            None => Err(format!(
+                "{VARIABLE}={word}: unknown\n  hint: {VARIABLE}=dots or widened, or leave it out"
             )),
         }
     }

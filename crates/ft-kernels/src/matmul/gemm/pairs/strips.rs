@@ -3,14 +3,15 @@
 use super::operands::{Onto, Right};
 use super::panels;
 use super::partition::{COLUMNS, PANELS, Partition, ROWS, SHORT_BLOCK, Sizes};
+use crate::cpu::each_on;
 use crate::matmul::gemm::cpu::Mat;
-use crate::matmul::gemm::strips::{Shared, each, threads};
+use crate::matmul::gemm::threads::{Shared, threads};
 use half::bf16;
 use half::vec::HalfBitsVecExt;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::Range;
 
-const _: () = assert!(ROWS == panels::ROWS && COLUMNS == panels::COLUMNS && SHORT_BLOCK.is_multiple_of(2));
+const _: () = assert!(SHORT_BLOCK.is_multiple_of(2));
 
 /// Uninitialized memory, written before it is read.
 struct Buffer<T>(Vec<MaybeUninit<T>>);
@@ -44,8 +45,7 @@ impl<T: Copy> Buffer<T> {
 /// If the shapes don't match, or [`Path::Dots`](super::Path::Dots) is not supported (caller bugs).
 pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    let place = Destination { half: Some(Shared::new(out.start())), wide: None, stride: columns(a, b) };
-    product(place, false, a, b, alpha);
+    product(Destination::Half(Shared::new(out.start())), columns(a, b), false, a, b, alpha);
     // SAFETY: the product wrote every value.
     unsafe { out.written() }
 }
@@ -56,8 +56,7 @@ pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
 /// As [`rounded`].
 pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    let place = Destination { half: None, wide: Some(Shared::new(out.start())), stride: columns(a, b) };
-    product(place, false, a, b, alpha);
+    product(Destination::Wide(Shared::new(out.start())), columns(a, b), false, a, b, alpha);
     // SAFETY: the product wrote every value.
     unsafe { out.written() }
 }
@@ -68,16 +67,12 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
 /// As [`rounded`].
 pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     let (len, place) = match c {
-        Onto::Half(c) => {
-            (c.len(), Destination { half: Some(Shared::new(c.as_mut_ptr())), wide: None, stride })
-        }
-        Onto::Wide(c) => {
-            (c.len(), Destination { half: None, wide: Some(Shared::new(c.as_mut_ptr())), stride })
-        }
+        Onto::Half(c) => (c.len(), Destination::Half(Shared::new(c.as_mut_ptr()))),
+        Onto::Wide(c) => (c.len(), Destination::Wide(Shared::new(c.as_mut_ptr()))),
     };
     let (m, n) = (a.rows, columns(a, b));
     assert!(m == 0 || stride >= n && len >= (m - 1) * stride + n, "product outside its destination");
-    product(place, add, a, b, alpha);
+    product(place, stride, add, a, b, alpha);
 }
 
 /// Number of columns of a product.
@@ -91,17 +86,16 @@ fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
     }
 }
 
-/// Destination of a product, bf16 or f32, with row stride `stride`.
+/// Destination of a product.
 #[derive(Clone, Copy)]
-struct Destination {
-    half: Option<Shared<bf16>>,
-    wide: Option<Shared<f32>>,
-    stride: usize,
+enum Destination {
+    Half(Shared<bf16>),
+    Wide(Shared<f32>),
 }
 
-/// `out = alpha a b`, or `out += alpha a b` with `add`. `out` has the size of the product and is not
-/// accessed otherwise during the call.
-fn product(out: Destination, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+/// `out = alpha a b`, or `out += alpha a b` with `add`. `out` has the size of the product with row stride `stride`, and
+/// is not accessed otherwise during the call.
+fn product(out: Destination, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     assert!(panels::are_here(), "dot products that this processor does not have");
     let (m, k, n) = (a.rows, a.cols, columns(a, b));
     if m == 0 || n == 0 || k == 0 {
@@ -109,18 +103,21 @@ fn product(out: Destination, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f
             for row in 0..m {
                 // SAFETY: all-zero bytes are valid for both types, and each row has n values.
                 unsafe {
-                    out.half.inspect(|o| o.at(row * out.stride).write_bytes(0, n));
-                    out.wide.inspect(|o| o.at(row * out.stride).write_bytes(0, n));
+                    match out {
+                        Destination::Half(out) => out.at(row * stride).write_bytes(0, n),
+                        Destination::Wide(out) => out.at(row * stride).write_bytes(0, n),
+                    }
                 }
             }
         }
         return;
     }
     let partition = Partition::new((m, k, n), threads(), (a.cs != 1, matches!(b, Right::Generated { .. })));
-    let sizes = partition.sizes(out.half.is_some());
+    let sizes = partition.sizes(matches!(out, Destination::Half(_)));
     let (mut left, mut right) = (Buffer::<u32>::new(sizes.left), Buffer::<u32>::new(sizes.right));
     let panels = partition.packed.then(|| Shared::new(left.start()));
-    let work = Work { partition, sizes, out, add, alpha, rows: a, panels, b: Shared::new(right.start()) };
+    let b_panels = Shared::new(right.start());
+    let work = Work { partition, sizes, out, stride, add, alpha, rows: a, panels, b: b_panels };
     if let Some(to) = panels {
         work.pack_left(to);
     }
@@ -135,6 +132,8 @@ struct Work<'a> {
     partition: Partition,
     sizes: Sizes,
     out: Destination,
+    /// Row stride of `out`.
+    stride: usize,
     add: bool,
     alpha: f32,
     /// Left operand.
@@ -171,22 +170,18 @@ impl Work<'_> {
         /// Panels packed per task.
         const MANY: usize = 16;
         let m = self.partition.m;
-        each(
-            self.partition.threads,
-            m.div_ceil(MANY * ROWS),
-            || (),
-            |(), task| {
-                let rows = task * MANY * ROWS..m.min((task + 1) * MANY * ROWS);
-                for block in self.partition.blocks() {
-                    // SAFETY: the instructions are supported (asserted in `product`); panels of different tasks
-                    // are disjoint and within the buffer.
-                    unsafe {
-                        let to = self.panel(to, &block, rows.start);
-                        panels::pack(to, panels::Shape::LEFT, self.rows, rows.clone(), block);
-                    }
+        let tasks = 0..m.div_ceil(MANY * ROWS);
+        each_on(self.partition.threads, tasks, <()>::default, |(), task| {
+            let rows = task * MANY * ROWS..m.min((task + 1) * MANY * ROWS);
+            for block in self.partition.blocks() {
+                // SAFETY: the instructions are supported (asserted in `product`); panels of different tasks
+                // are disjoint and within the buffer.
+                unsafe {
+                    let to = self.panel(to, &block, rows.start);
+                    panels::pack(to, panels::Shape::LEFT, self.rows, rows.clone(), block);
                 }
-            },
-        );
+            }
+        });
     }
 
     fn by_strips(&self, width: usize, b: Right<'_>) {
@@ -196,7 +191,7 @@ impl Work<'_> {
             let tile = vec![0u16; tile].reinterpret_into::<bf16>();
             (Buffer::<u32>::new(strip), Buffer::<f32>::new(sums), tile)
         };
-        each(threads, n.div_ceil(width), buffers, |(packed, sums, tile), i| {
+        each_on(threads, 0..n.div_ceil(width), buffers, |(packed, sums, tile), i| {
             let (packed, sums) = (Shared::new(packed.start()), Shared::new(sums.start()));
             let own = i * width..((i + 1) * width).min(n);
             for block in self.partition.blocks() {
@@ -209,31 +204,22 @@ impl Work<'_> {
 
     fn by_rows(&self, b: Right<'_>) {
         let Partition { m, n, threads, .. } = self.partition;
-        each(
-            threads,
-            n.div_ceil(COLUMNS),
-            || (),
-            |(), p| {
-                let own = p * COLUMNS..n.min((p + 1) * COLUMNS);
-                for block in self.partition.blocks() {
-                    let to = Shared::new(self.right(&block, own.start));
-                    pack_right(to, b, own.clone(), block, &mut []);
-                }
-            },
-        );
+        each_on(threads, 0..n.div_ceil(COLUMNS), <()>::default, |(), p| {
+            let own = p * COLUMNS..n.min((p + 1) * COLUMNS);
+            for block in self.partition.blocks() {
+                let to = Shared::new(self.right(&block, own.start));
+                pack_right(to, b, own.clone(), block, &mut []);
+            }
+        });
         let height = PANELS * ROWS;
-        each(
-            threads,
-            m.div_ceil(height),
-            || Buffer::<f32>::new(self.sizes.sums),
-            |sums, i| {
-                let sums = Shared::new(sums.start());
-                for block in self.partition.blocks() {
-                    let right = |c: usize| self.right(&block, c).cast_const();
-                    self.multiply(i * height..((i + 1) * height).min(m), 0..n, &block, &right, sums);
-                }
-            },
-        );
+        let room = || Buffer::<f32>::new(self.sizes.sums);
+        each_on(threads, 0..m.div_ceil(height), room, |sums, i| {
+            let sums = Shared::new(sums.start());
+            for block in self.partition.blocks() {
+                let right = |c: usize| self.right(&block, c).cast_const();
+                self.multiply(i * height..((i + 1) * height).min(m), 0..n, &block, &right, sums);
+            }
+        });
     }
 
     /// Multiplies rows `rows` and columns `own` over one block. `right(c)` returns the panel starting at
@@ -246,7 +232,7 @@ impl Work<'_> {
         right: &dyn Fn(usize) -> *const u32,
         sums: Shared<f32>,
     ) {
-        let (stride, pairs) = (self.out.stride, block.len().div_ceil(2));
+        let (stride, pairs) = (self.stride, block.len().div_ceil(2));
         let (first, last) = (block.start == 0, block.end == self.partition.k);
         for (c, width) in panels::Shape::RIGHT.panels(own.len()) {
             let count = width.min(own.len() - c);
@@ -254,7 +240,7 @@ impl Work<'_> {
                 let height = ROWS.min(rows.end - row);
                 let at = row * stride + own.start + c;
                 let out = match self.out {
-                    Destination { wide: Some(wide), .. } => panels::Out {
+                    Destination::Wide(wide) => panels::Out {
                         wide: wide.at(at),
                         wide_stride: stride,
                         half: std::ptr::null_mut(),
@@ -264,10 +250,10 @@ impl Work<'_> {
                         add_half: false,
                         to_half: false,
                     },
-                    Destination { half, .. } => panels::Out {
+                    Destination::Half(half) => panels::Out {
                         wide: sums.at((row - rows.start) * own.len() + c),
                         wide_stride: own.len(),
-                        half: half.map_or(std::ptr::null_mut(), |h| h.at(at)),
+                        half: half.at(at),
                         half_stride: stride,
                         alpha: self.alpha,
                         add_wide: !first,

@@ -6,11 +6,11 @@ use super::path::{Path, path};
 use super::strips::{product_onto, rounded, wide};
 use crate::Tensor;
 use crate::cpu::{Halves, in_place, is_native};
-use crate::ledger::{Cost, Ledger, Role};
+use crate::ledger::{Ledger, Role};
 use crate::matmul::gemm::cpu::Mat;
 use crate::matmul::gemm::operands::{mat, sizes, sizes_onto};
-use crate::matmul::gemm::strips::is_serial;
-use crate::tensor::Ghost;
+use crate::matmul::gemm::threads::is_serial;
+use crate::tensor::{Ghost, started};
 use candle_core::{DType, Device, Result};
 use half::bf16;
 
@@ -28,7 +28,7 @@ fn work(l: &Ledger, sizes: (usize, usize, usize), (transposed, made): (bool, boo
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
     let bytes = packing(sizes, threads, (transposed, made), to_half);
     l.role(if made { Role::InFlight } else { Role::Workspace }, || l.touch(bytes));
-    l.work(Cost { started: 1.0, ..Cost::default() });
+    started(l);
 }
 
 /// `alpha op(a) op(b)`, as bf16 rounded once if `to_half`, else as f32 sums.

@@ -1,15 +1,10 @@
 use super::*;
 use crate::Tensor;
-use crate::check::{randn, values};
+use crate::check::{on, randn, values};
 use crate::gemm::serial;
 use candle_core::{DType, Result};
 use half::bf16;
 use std::ops::Range;
-
-/// Runs `f` on a pool of `threads` threads.
-fn on<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
-}
 
 /// Sizes around the limits of panels, strips and blocks.
 const SIZES: [(usize, usize, usize); 13] = [

@@ -3,13 +3,13 @@
 use super::half::{Bits, Half};
 use super::partition::Partition;
 use super::transpose;
-use crate::cpu::{in_place, is_native, vectorised, view};
+use crate::cpu::{each_on, in_place, is_native, vectorised, view};
 use crate::is_half;
-use crate::ledger::{Cost, Ledger};
+use crate::ledger::Ledger;
 use crate::matmul::gemm::cpu::{Mat, raw};
 use crate::matmul::gemm::operands::{mat, sizes, sizes_onto};
-use crate::matmul::gemm::strips::{Shared, each, is_serial, threads};
-use crate::tensor::{Ghost, Tensor};
+use crate::matmul::gemm::threads::{Shared, is_serial, threads};
+use crate::tensor::{Ghost, Tensor, started};
 use candle_core::{DType, Device, Result};
 use std::ops::Range;
 
@@ -66,39 +66,32 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
     }
     let partition = Partition::new((m, k, n), b.transposed, threads());
     let columns = Shared::new(dst.as_mut_ptr());
-    each(
-        threads(),
-        partition.strips,
-        || vec![0f32; partition.panel()],
-        |panel, i| {
-            let own = partition.strip(i);
-            for from in (0..k).step_by(partition.depth()) {
-                let block = from..(from + partition.depth()).min(k);
-                let to = &mut panel[..block.len() * own.len()];
-                let right = match partition.block {
-                    Some(_) => b.by_inner(own.clone(), block.clone(), to),
-                    None => b.as_stored(own.clone(), block.clone(), to),
-                };
-                let (add, left) = (add || from > 0, a.columns(block));
-                // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds, and belong
-                // to this thread alone, since each strip index is drawn once.
-                unsafe { raw(columns.at(own.start), n, add, left, right, alpha, ::gemm::Parallelism::None) };
-            }
-        },
-    );
+    let room = || vec![0f32; partition.panel()];
+    each_on(threads(), 0..partition.strips, room, |panel, i| {
+        let own = partition.strip(i);
+        for from in (0..k).step_by(partition.depth()) {
+            let block = from..(from + partition.depth()).min(k);
+            let to = &mut panel[..block.len() * own.len()];
+            let right = match partition.block {
+                Some(_) => b.by_inner(own.clone(), block.clone(), to),
+                None => b.as_stored(own.clone(), block.clone(), to),
+            };
+            let (add, left) = (add || from > 0, a.columns(block));
+            // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds, and belong
+            // to this thread alone, since each strip index is drawn once.
+            unsafe { raw(columns.at(own.start), n, add, left, right, alpha, ::gemm::Parallelism::None) };
+        }
+    });
 }
 
 /// Records the scratch memory of a product (ghosts only).
 fn work(l: &Ledger, a: &Tensor, of: (usize, usize, usize), transposed: bool) {
     let _contiguous = l.hold(if a.is_contiguous() { 0 } else { 4 * (of.0 * of.1) as u64 });
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
-    let bytes = if of.0 * of.1 * of.2 == 0 {
-        0
-    } else {
-        Partition::new(of, transposed, threads).bytes(of.0, threads)
-    };
-    l.touch(bytes);
-    l.work(Cost { started: 1.0, ..Cost::default() });
+    if of.0 * of.1 * of.2 > 0 {
+        l.touch(Partition::new(of, transposed, threads).bytes(of.0, threads));
+    }
+    started(l);
 }
 
 /// [`super::matmul`] for products accepted by [takes]. The caller has recorded the FLOPs.

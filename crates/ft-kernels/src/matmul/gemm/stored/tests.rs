@@ -1,15 +1,10 @@
 use super::half::{Format, Half};
 use super::*;
 use crate::Tensor;
-use crate::check::randn;
+use crate::check::{on, randn};
 use crate::gemm::{matmul as product_of, matmul_acc, serial};
 use ::half::{bf16, f16};
 use candle_core::{DType, Result};
-
-/// Runs `f` on a pool of `threads` threads.
-fn on<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
-}
 
 /// Rows, inner values and columns: around the crate's special cases (one row, few values, small matrices,
 /// long sums), and around panels and squares.
