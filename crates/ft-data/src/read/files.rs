@@ -3,6 +3,7 @@
 use super::saved;
 use crate::error::Error;
 use std::collections::HashSet;
+use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 
 /// Row layout of a file.
@@ -186,10 +187,8 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     let first = text.find(['*', '?', '[']).unwrap_or(text.len());
     let from = text[..first].rfind('/').map_or(0, |at| at + 1);
     let folder = resolve(if from == 0 { "." } else { &text[..from] });
-    let folder = glob::Pattern::escape(&folder.display().to_string());
-    let pattern = format!("{}/{}", folder.trim_end_matches('/'), &text[from..]);
     let (mut files, mut seen) = (Vec::new(), HashSet::new());
-    for file in matches(&pattern, &|e| fail(format!("{text:?}: {e}")))? {
+    for file in matches(folder, &text[from..], &|e| fail(format!("{text:?}: {e}")))? {
         // links lead to a file by several names
         if file.is_dir() || !seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone())) {
             continue;
@@ -209,40 +208,44 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     }
 }
 
-/// Paths matching a pattern, in order. `**` does not follow symbolic links to folders: they may lead back.
-fn matches(pattern: &str, bad: &dyn Fn(glob::PatternError) -> Error) -> Result<Vec<PathBuf>, Error> {
+/// Paths below a folder that match a pattern, in order. `**` follows no symbolic links to folders: they may lead back.
+fn matches(
+    folder: PathBuf,
+    pattern: &str,
+    bad: &dyn Fn(glob::PatternError) -> Error,
+) -> Result<Vec<PathBuf>, Error> {
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
-    if pattern.ends_with("/**") {
-        return matches(&format!("{pattern}/*"), bad);
-    }
-    let Some((before, after)) = pattern.split_once("/**/") else {
-        let found = glob::glob_with(pattern, options).map_err(bad)?;
-        let path = |found: glob::GlobResult| {
-            found.map_err(|e| {
-                let path = e.path().to_path_buf();
-                Error::read(&path, e.into())
-            })
-        };
-        return found.map(path).collect();
+    let entries = |folder: &Path| -> Result<Vec<DirEntry>, Error> {
+        let all = std::fs::read_dir(folder).and_then(Iterator::collect);
+        all.map_err(|cause| Error::read(folder, cause))
     };
-    let mut folders = matches(if before.is_empty() { "/" } else { before }, bad)?;
-    folders.retain(|f| f.is_dir());
-    let mut out = Vec::new();
-    while let Some(folder) = folders.pop() {
-        let cannot = |cause| Error::read(&folder, cause);
-        for entry in std::fs::read_dir(&folder).map_err(cannot)? {
-            let entry = entry.map_err(cannot)?;
-            let hidden = entry.file_name().to_string_lossy().starts_with('.');
-            // the entry's own type: a link is no folder
-            if !hidden && entry.file_type().map_err(cannot)?.is_dir() {
-                folders.push(entry.path());
+    let mut found = vec![folder];
+    // A last `**` stands for all files.
+    for part in pattern.split('/').chain(pattern.ends_with("**").then_some("*")) {
+        let name = glob::Pattern::new(part).map_err(bad)?;
+        if !part.contains(['*', '?', '[']) {
+            found = found.iter().map(|f| f.join(part)).filter(|f| f.exists()).collect();
+            continue;
+        }
+        let mut folders = std::mem::take(&mut found);
+        folders.retain(|f| f.is_dir());
+        while let Some(folder) = folders.pop() {
+            for entry in entries(&folder)? {
+                let matching = name.matches_with(&entry.file_name().to_string_lossy(), options);
+                if matching && part != "**" {
+                    found.push(entry.path());
+                // the entry's own type: a link is no folder
+                } else if matching && entry.file_type().is_ok_and(|t| t.is_dir()) {
+                    folders.push(entry.path());
+                }
+            }
+            if part == "**" {
+                found.push(folder);
             }
         }
-        let name = glob::Pattern::escape(&folder.display().to_string());
-        out.extend(matches(&format!("{}/{after}", name.trim_end_matches('/')), bad)?);
     }
-    out.sort();
-    Ok(out)
+    found.sort();
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -282,6 +285,17 @@ mod tests {
         assert_eq!(found(dir.path(), "data/z*.txt"), ["data/zb.txt"]);
         assert_eq!(found(dir.path(), "linked/*.txt"), ["linked/a.txt"]);
         assert_eq!(found(dir.path(), "link*/**/*.txt"), ["linked/a.txt", "linked/er/c.txt"]);
+        // a wildcard in the first folder of an absolute path
+        let path = dir.path().display().to_string();
+        let pattern = format!("/[{}]{}/data/z*.txt", &path[1..2], &path[2..]);
+        assert_eq!(found(dir.path(), &pattern), ["data/zb.txt"]);
+        // a name in other than UTF-8, and hidden ones
+        use std::os::unix::ffi::OsStrExt;
+        for name in [&b"data/\xff.md"[..], b"data/.hidden.txt", b"data/deep/.h.txt"] {
+            std::fs::write(dir.path().join(std::ffi::OsStr::from_bytes(name)), "x").unwrap();
+        }
+        assert_eq!(found(dir.path(), "data/z*.txt"), ["data/zb.txt"]);
+        assert_eq!(found(dir.path(), "data/**/*.txt"), all);
     }
 
     #[test]
