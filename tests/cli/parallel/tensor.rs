@@ -127,7 +127,8 @@ fn matrices_over_ranks_train_as_whole_ones() {
         for (data, tensor) in [(1, 2), (2, 2)] {
             let want = bits(&w, "first", &with(&layout(data, tensor, 0), set));
             let far = apart(&want[0], &one[0]);
-            assert!(far <= 1e-5, "{rules}{data} {tensor}: {far:.1e}");
+            // 1.4e-5 on processors without AVX-512
+            assert!(far <= 2e-5, "{rules}{data} {tensor}: {far:.1e}");
             for zero in (1..=3).filter(|_| data > 1) {
                 let own = layout(data, tensor, zero);
                 assert!(bits(&w, "run", &with(&own, set)) == want, "{rules}{own:?}");

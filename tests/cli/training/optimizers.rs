@@ -234,8 +234,9 @@ fn weights_without_masters_train_as_those_with_them() {
         };
         let ((kept, with), (bare, without)) = (run("f32"), run("none"));
         assert_eq!(kept[0], bare[0]);
-        let (fallen, apart) = (kept[0] - kept[29], (kept[29] - bare[29]).abs());
-        eprintln!("{name}: {} to {}, without masters {}", kept[0], kept[29], bare[29]);
+        // a single step's loss is noisy
+        let end = |losses: &[f64]| losses[20..].iter().sum::<f64>() / 10.0;
+        let (fallen, apart) = (kept[0] - end(&kept), (end(&kept) - end(&bare)).abs());
         assert!(fallen > 0.1 && apart < 0.02 * fallen, "{name}: {kept:?}\n{bare:?}");
         // Without stochastic rounding, the values differ.
         assert_ne!(kept[29], bare[29]);
