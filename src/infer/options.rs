@@ -7,10 +7,10 @@ use ft_recipe::{Dtype, Quantize};
 /// How to load a model that answers.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct LoadOptions {
-    /// Compute dtype; by default that of the run followed, else bf16 on CUDA, f32 on the CPU
+    /// Compute dtype; by default that of a followed run, else bf16 on CUDA, f32 on the CPU
     #[arg(long, value_parser = words(Dtype::WORDS, Dtype::from_word))]
     pub dtype: Option<Dtype>,
-    /// Quantization of the base's linears; by default that of the run
+    /// Quantization of the base's linears; by default that of the adapter's or followed run
     #[arg(long, value_parser = words(Quantize::WORDS, Quantize::from_word))]
     pub quantize: Option<Quantize>,
 }
