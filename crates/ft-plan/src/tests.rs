@@ -371,7 +371,8 @@ fn answers_to_samples_are_planned() -> anyhow::Result<()> {
     let long = with(&format!("'{}'", "a ".repeat(50_000)))?;
     // keys and values of 8 heads of 128 values in 28 layers, in f32
     assert!(long.peak.bytes.get(Component::Cache) >= 100_000 * 28 * 2 * 8 * 128 * 4);
-    assert_eq!(long.peak.phase, Phase::Evaluate);
+    // of equal layers the first is the place
+    assert_eq!((long.peak.phase, long.peak.unit), (Phase::Evaluate, 1));
     Ok(())
 }
 

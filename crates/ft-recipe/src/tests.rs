@@ -287,6 +287,13 @@ fn keys_with_an_effect_are_accepted() {
     assert!(message(&["optimizer.master=none"]).contains("optimizer.master does nothing"));
 }
 
+/// Elsewhere a default that is written out is accepted.
+#[test]
+fn a_key_of_a_rule_that_does_nothing_is_refused_with_its_default_too() {
+    let told = message(&["train.0.modules=['new_tokens']", "train.0.tokens=[1]", "train.0.method=lora"]);
+    assert!(told.contains("train.0.method does nothing"), "{told}");
+}
+
 /// Each field that the reader of a format honors can be renamed.
 #[test]
 fn fields_are_those_that_a_format_reads() {

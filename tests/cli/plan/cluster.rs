@@ -89,6 +89,7 @@ fn simulated_steps_take_longer_with_slower_stages_and_links() {
 #[test]
 fn plans_of_many_cards_are_those_of_the_simulation() -> anyhow::Result<()> {
     let network = Network::find(TARGET, Some("nvlink"), Some("ib"), Some(4));
+    let all = |bytes: [f64; 2]| bytes[0] + bytes[1];
     for axes in [[1, 16, 1, 1], [4, 4, 1, 1], [2, 2, 2, 2], [8, 2, 1, 1]] {
         let [pipeline, data, context, tensor] = axes;
         let actions = actions(Mesh { pipeline, data, context, tensor, expert: 1 }, 16);
@@ -97,6 +98,8 @@ fn plans_of_many_cards_are_those_of_the_simulation() -> anyhow::Result<()> {
         let simulated = simulate(&actions, RATE, &network, choices);
         let apart = planned.seconds / simulated.seconds - 1.0;
         assert!(apart.abs() < 0.05, "{axes:?}: {apart} {planned:?} {simulated:?}");
+        let apart = all(planned.bytes) / all(simulated.bytes) - 1.0;
+        assert!(apart.abs() < 1e-9, "{axes:?}: {apart} {planned:?} {simulated:?}");
     }
     for (recipe, keys) in
         [("llama-3.1-8b-full", &["run.batch_rows=128"][..]), ("qwen3-30b-a3b-qlora", &["run.batch_rows=64"])]
@@ -114,7 +117,6 @@ fn plans_of_many_cards_are_those_of_the_simulation() -> anyhow::Result<()> {
             let apart = layout.step_seconds / simulated.seconds - 1.0;
             assert!(apart.abs() < 0.05, "{}: {apart} {simulated:?}", layout.words());
             let planned = predict(&layout.actions, found.rates());
-            let all = |bytes: [f64; 2]| bytes[0] + bytes[1];
             let bytes = all(planned.bytes) / all(simulated.bytes) - 1.0;
             assert!(bytes.abs() < 0.01 || all(simulated.bytes) < 1.0, "{}: {bytes}", layout.words());
             // the plan tells those of the stage that needs the most memory

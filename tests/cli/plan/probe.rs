@@ -28,7 +28,8 @@ fn plans_of_a_card_take_its_measured_rates() {
     let of = |i: usize| json["time"]["step_seconds"][i].as_f64().expect("seconds");
     assert!((of(1) / of(0) - 1.3 / 0.7).abs() < 1e-9, "{json}");
     let layouts = w.ok(&["plan", "qwen3-8b-qlora", "--gpu", "H100", "--devices", "2"]).out;
-    assert!(layouts.contains("(by rates measured on NVIDIA H100 PCIe on 2026-11-26)"), "{layouts}");
+    let rate = "500.0 TFLOP a second (by rates measured on NVIDIA H100 PCIe on 2026-11-26)";
+    assert!(layouts.contains(rate), "{layouts}");
     assert!(plan("A100-80").out.contains("by the data sheet of A100-80"));
 }
 

@@ -342,6 +342,16 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
         );
         assert!(!learnt.contains('\n'), "{learnt:?}");
     }
+    // special tokens of the model in other forms
+    let dir = files.0.path();
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<END><|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let config = json!({"eos_token": "<|im_end|>", "sep_token": "<END>", "chat_template": template});
+    std::fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
+    std::fs::copy(fixture("tiny-tokenizer/tokenizer.json"), dir.join("tokenizer.json")).unwrap();
+    let t = Tokenizer::load(dir, None).unwrap().unwrap();
+    let told = load_in(dir, &[source("a.jsonl", Format::Messages)], &data(400), &t).unwrap().warnings(400);
+    assert!(told.as_ref().unwrap().iter().any(|w| w.contains("\"<END>\"")), "{told:?}");
     // no notes for the model's own template and tokenizer
     assert_eq!(
         files.load(&[source("a.jsonl", Format::Messages)], &data(400)).unwrap().warnings(400).unwrap(),

@@ -603,6 +603,21 @@ fn a_line_of_many_megabytes_is_a_row() {
 }
 
 #[test]
+fn five_rows_left_out_are_shown_and_the_others_counted() {
+    for (bad, more) in [(5, ""), (7, "             ... and 2 more\n")] {
+        let rows = String::from("{\"text\": \"a\"}\n") + &"{}\n".repeat(bad);
+        let files = Files::new(&[("a.jsonl", &rows)]);
+        let skip = ft_recipe::Data { on_bad_row: OnBadRow::Skip, ..data(9) };
+        let d = files.load(&[source("a.jsonl", Format::Text)], &skip).unwrap();
+        let mut out = Vec::new();
+        crate::rows::show::rows(&d, None, 0, (9, OverLength::Truncate), false, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let told = format!("a.jsonl:6: no field \"text\"; the object is empty\n{more}examples ");
+        assert!(text.contains(&told), "{text}");
+    }
+}
+
+#[test]
 fn shown_rows_mark_what_is_supervised() {
     let rows = "{\"prompt\": \"Hello\\n\\u001b[31m\", \"completion\": \"world\\nend\"}\n{\"prompt\": \"1\", \"completion\": \"2\"}\n";
     let files = Files::new(&[("a.jsonl", rows)]);

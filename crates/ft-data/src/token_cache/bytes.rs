@@ -244,6 +244,19 @@ mod tests {
         }
     }
 
+    #[test]
+    fn only_a_read_near_the_last_one_reads_ahead() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut spool = holding(dir.path(), 1000).list();
+        (0..100_000).try_for_each(|i| spool.push(i)).unwrap();
+        let (list, mut window) = (spool.finish().unwrap(), Window::default());
+        let near = NEAR as usize / 4;
+        for (i, ahead) in [(50_000, 0), (50_001 + near, 0), (50_001 + 2 * near, AT_ONCE as usize)] {
+            assert_eq!(list.at(&mut window, i).unwrap() as usize, i);
+            assert_eq!(window.part.len(), ahead);
+        }
+    }
+
     proptest! {
         /// Lists round-trip for any spill threshold and any access order.
         #[test]

@@ -251,6 +251,16 @@ fn the_padding_token_in_an_untied_embedding_is_noted() -> Result<()> {
 }
 
 #[test]
+fn tokens_named_by_text_need_a_tokenizer() -> Result<()> {
+    let c = config(json!({}))?;
+    for (tokens, alone) in [("[7, 5]", true), ("[7, \"<think>\"]", false)] {
+        let mut s = select(&c, &format!("[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens}"))?;
+        assert_eq!((s.tokens.are_numbers(), s.look_up(&c, None).is_ok()), (alone, alone), "{tokens}");
+    }
+    Ok(())
+}
+
+#[test]
 fn selection_keys_of_peft_choose_its_modules() -> Result<()> {
     let c = config(json!({}))?;
     let count =

@@ -156,7 +156,8 @@ mod tests {
     fn data_sheets_stand_in_for_rates_that_were_not_measured() {
         let of = |card| predict(on(Some(card), 2), "qwen3", 1e15).map(|r| (r.low, r.high, r.source));
         let (low, high, source) = of("L40S").expect("a range");
-        assert!(0.0 < low && low < high && high < 60.0, "{low} to {high} seconds");
+        let middle = 1e15 / (362e12 * PRODUCTS_SHARE);
+        assert_eq!((low, high), (0.6 * middle, 1.4 * middle));
         assert_eq!(source, Source::Datasheet("L40S"));
         // a higher product rate is a shorter time
         assert!(of("B200").is_some_and(|b| b.1 < low));

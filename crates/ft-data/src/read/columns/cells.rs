@@ -186,3 +186,22 @@ fn map(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u8>
     out.push(b'}');
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use arrow_array::{Decimal32Array, Decimal64Array, Decimal128Array, Decimal256Array};
+
+    #[test]
+    fn decimals_of_every_width_are_texts() {
+        let decimals: [&dyn Array; 4] = [
+            &Decimal32Array::from_value(-225, 1).with_precision_and_scale(5, 2).unwrap(),
+            &Decimal64Array::from_value(-225, 1).with_precision_and_scale(5, 2).unwrap(),
+            &Decimal128Array::from_value(-225, 1).with_precision_and_scale(5, 2).unwrap(),
+            &Decimal256Array::from_value((-225i32).into(), 1).with_precision_and_scale(5, 2).unwrap(),
+        ];
+        for decimal in decimals {
+            assert_eq!(moment(decimal, 0).as_deref(), Some("-2.25"), "{}", decimal.data_type());
+        }
+    }
+}

@@ -149,6 +149,14 @@ fn hostile_templates_end_with_an_error() {
 }
 
 #[test]
+fn a_template_has_at_most_a_thousand_branches() {
+    let branches =
+        |n: usize| render(&format!("{{% if 0 %}}{}{{% else %}}x{{% endif %}}", "{% elif 0 %}".repeat(n - 1)));
+    assert_eq!(branches(1000).as_deref(), Ok("x"));
+    assert!(branches(1001).is_err_and(|e| e.contains("more than 1000 branches")));
+}
+
+#[test]
 fn slices_backwards_are_those_of_python() {
     let source = "{% set a = [0, 1, 2, 3] %}{{ a[5:1:-1] }}{{ [][::-1] }}{{ a[1:3:-1] }}{{ a[:-9:-1] }}{{ a[-9:2] }}{{ ''[::-1] }}";
     assert_eq!(render(source).as_deref(), Ok("[3, 2][][][3, 2, 1, 0][0, 1]"));

@@ -186,7 +186,8 @@ mod tests {
     #[test]
     fn a_script_gives_the_flags_of_its_trainer() {
         let text = "#!/bin/bash\nexport MODEL=a/b # the model\nset -e\naccelerate launch --num_processes 4 \\\n  train.py \\\n  \
-                    --model_name_or_path $MODEL --lora_target_modules q_proj \"v_proj\" \\\n  --packing --learning_rate=2e-5 --output-dir 'a b'\n";
+                    --model_name_or_path $MODEL --lora_target_modules q_proj \"v_proj\" \\\n  --packing --learning_rate=2e-5 \
+                    --output-dir 'a b' # --seed 3\n";
         assert!(is_command(text));
         let list = read(text).unwrap().list;
         let shown: Vec<String> = list.iter().map(|e| format!("{}:{}={}", e.line, e.path, e.value)).collect();
