@@ -26,7 +26,7 @@ pub fn completions(shell: Shell, command: &mut clap::Command) -> ft_base::Result
 /// # Errors
 /// A write error.
 pub fn man(args: &Args, command: clap::Command) -> ft_base::Result<()> {
-    let at = |path: &Path, e| ft_base::store::Error::write("write", path, None, e);
+    let at = |path: &Path, e| ft_base::store::Error::write("write", path, e);
     std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;
     clap_mangen::generate_to(command, &args.dir).map_err(|e| at(&args.dir, e))?;
     print(&format!("{}\n", args.dir.join("ft.1").display()))

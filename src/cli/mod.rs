@@ -227,15 +227,12 @@ fn computing<T: Send>(verb: impl FnOnce() -> ft_base::Result<T> + Send) -> ft_ba
     if is_limited() {
         return verb();
     }
-    std::thread::scope(|s| {
-        let work = || {
-            let _threads = crate::train::memory::start_threads_beside(1)?;
-            verb()
-        };
-        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);
-        let no_thread = |e| ft_plan::Error::DoesNotFit(format!("threads cannot start: {e}"));
-        thread.map_err(no_thread)?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
+    let done = memory::on_stack(STACK, || {
+        let _threads = crate::train::memory::start_threads_beside(1)?;
+        verb()
+    });
+    let no_thread = |e| ft_plan::Error::DoesNotFit(format!("threads cannot start: {e}"));
+    done.map_err(no_thread)?.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 #[cfg(test)]

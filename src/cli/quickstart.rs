@@ -40,8 +40,7 @@ pub(super) fn provide(named: &Path, recipe: &Recipe, rows: bool) -> ft_base::Res
     if !shipped {
         return Ok(());
     }
-    let sources =
-        recipe.data.train.iter().chain(&recipe.data.eval).map(|s| s.source.as_str()).filter(|_| rows);
+    let sources = recipe.data.all_sources().map(|s| s.source.as_str()).filter(|_| rows);
     let wanted: Vec<&str> = std::iter::once(recipe.model.source.as_str()).chain(sources).collect();
     let is_wanted = |path: &str| wanted.iter().any(|w| Path::new(path).starts_with(w));
     let absent = FILES.iter().filter(|(path, _)| is_wanted(path) && !Path::new(path).exists());
@@ -66,7 +65,7 @@ mod tests {
     fn shipped_recipes_find_their_files() {
         for shipped in ft_recipe::SHIPPED {
             let recipe = Recipe::parse(shipped.text, "r.toml", &[]).expect("a recipe");
-            let sources = recipe.data.train.iter().chain(&recipe.data.eval).map(|s| s.source.as_str());
+            let sources = recipe.data.all_sources().map(|s| s.source.as_str());
             for path in sources.chain([recipe.model.source.as_str()]).filter(|p| p.starts_with("data/")) {
                 assert!(
                     FILES.iter().any(|(f, _)| Path::new(f).starts_with(path)),

@@ -1,8 +1,7 @@
 //! The base model of an adapter: where to find it, and whether to quantize it.
 
 use super::usage;
-use ft_base::terminal::{tell, warn};
-use ft_data::show::plural;
+use ft_base::terminal::{plural, tell, warn};
 use ft_engine::adapters::{self, Adapter};
 use ft_engine::model::Config;
 use ft_hub::{ModelDir, Want};
@@ -61,7 +60,7 @@ pub fn quantized(
 ) -> ft_base::Result<bool> {
     let trained = adapter.map_or(Ok(Quantize::None), Adapter::quantize)?;
     // a 4-bit checkpoint is never quantized again
-    if config.four_bit {
+    if config.is_bitsandbytes() {
         return Ok(false);
     }
     if chosen.is_none() && trained == Quantize::Nf4 {

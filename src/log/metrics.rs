@@ -87,24 +87,18 @@ impl Metrics {
     }
 
     /// Maintains `metrics.csv` next to the file, with all past and later events.
-    ///
-    /// # Errors
-    /// A file cannot be read or written.
     pub fn tabulate(&mut self) -> Result<(), store::Error> {
         self.add(Table::open(&self.path.with_extension("csv"), &read(&self.path)?)?);
         Ok(())
     }
 
     /// Appends one event.
-    ///
-    /// # Errors
-    /// The disk is full or failing, or the run folder is gone.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let line = format!("{event}\n");
         self.follow_changes()?;
         self.file
             .write_all(line.as_bytes())
-            .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
+            .map_err(|e| store::Error::write_sized("append to", &self.path, Some(line.len() as u64), e))?;
         self.len += line.len() as u64;
         self.loggers.iter_mut().try_for_each(|logger| logger.write(event))?;
         self.ended |= self.observer.as_ref().is_some_and(|o| o.see(event).is_break());
@@ -117,7 +111,7 @@ impl Metrics {
 
     /// Detects changes made by other programs. Restores the file if it was removed.
     fn follow_changes(&mut self) -> Result<(), store::Error> {
-        let fail = |what, e| store::Error::write(what, &self.path, None, e);
+        let fail = |what, e| store::Error::write(what, &self.path, e);
         let shown = self.path.display();
         let ours = self.file.metadata().map_err(|e| fail("look at", e))?;
         match std::fs::metadata(&self.path) {

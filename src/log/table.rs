@@ -21,9 +21,6 @@ pub struct Table {
 
 impl Table {
     /// Writes a table of `events`, replacing any existing file, and keeps it open for appending.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn open(path: &Path, events: &[Value]) -> Result<Self, store::Error> {
         let mut text = format!("{COLUMNS}\n");
         events.iter().filter_map(row).for_each(|row| text.push_str(&row));
@@ -37,7 +34,7 @@ impl Logger for Table {
     fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let Some(row) = row(event) else { return Ok(()) };
         let written = self.file.write_all(row.as_bytes());
-        written.map_err(|e| store::Error::write("append to", &self.path, Some(row.len() as u64), e))
+        written.map_err(|e| store::Error::write_sized("append to", &self.path, Some(row.len() as u64), e))
     }
 }
 

@@ -104,12 +104,9 @@ pub struct TensorBoard {
 
 impl TensorBoard {
     /// Creates an event file in a run folder. `resume_from` is the step of the checkpoint, for a resumed run.
-    ///
-    /// # Errors
-    /// The folder or file cannot be written.
     pub fn open(run: &Path, resume_from: Option<u64>) -> Result<Self, store::Error> {
         let dir = run.join(FOLDER);
-        let fail = |what, path: &Path, e| store::Error::write(what, path, None, e);
+        let fail = |what, path: &Path, e| store::Error::write(what, path, e);
         if resume_from.is_none() && dir.is_dir() {
             // Left over from a run that is being overwritten.
             let stale = std::fs::read_dir(&dir).map_err(|e| fail("list", &dir, e))?.flatten();
@@ -137,7 +134,7 @@ impl TensorBoard {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let bytes = framed(&Event { wall_time: time.as_secs_f64(), step, what: Some(what) }.encode_to_vec());
         let written = self.file.write_all(&bytes);
-        written.map_err(|e| store::Error::write("append to", &self.path, Some(bytes.len() as u64), e))
+        written.map_err(|e| store::Error::write_sized("append to", &self.path, Some(bytes.len() as u64), e))
     }
 }
 

@@ -26,9 +26,6 @@ pub fn choose(recipe: &mut Recipe, ranks: Option<usize>) -> ft_base::Result<()> 
 }
 
 /// As [`choose`], in processes: rank 0 chooses for all.
-///
-/// # Errors
-/// As [`choose`]; a lost rank.
 pub fn agree(recipe: &mut Recipe, comm: &dyn Comm) -> ft_base::Result<()> {
     if !recipe.auto_layout {
         return Ok(());

@@ -15,6 +15,9 @@
 //!   job        the resolved recipe
 //! bench, merge build on these.
 //! ```
+//!
+//! An item that reads or writes files, computes, or waits for other ranks may fail with an error of the disk or the
+//! device, or a lost rank, and passes on the errors of the items it calls. `# Errors` sections name those of its own.
 
 mod auto_layout;
 pub mod bench;

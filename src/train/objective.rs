@@ -24,9 +24,6 @@ impl<'a> Objective<'a> {
     }
 
     /// Loss, targets and metrics of a dataset.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn evaluate(
         &self,
         scorer: &Scorer<'_>,

@@ -1,6 +1,7 @@
 //! Errors of the data pipeline.
 
 use ft_base::error::{ExitCode, Failure, Location};
+use ft_base::terminal::plural;
 use std::path::{Path, PathBuf};
 
 /// Errors of data files, tokenizers and chat templates.
@@ -142,7 +143,7 @@ fn bad_row(place: &Location, problem: &Problem, more: &Others) -> String {
     let (what, hints) = text.split_at(text.find('\n').unwrap_or(text.len()));
     let mut out = format!("{place}: {what}");
     if more.count > 0 {
-        let rows = if more.count == 1 { "1 more row".into() } else { format!("{} more rows", more.count) };
+        let rows = plural(more.count, "more row");
         let places: Vec<String> = more.places.iter().map(Location::to_string).collect();
         let and = if more.count > places.len() { ", ..." } else { "" };
         out += &format!("\n  and {rows} like it: {}{and}", places.join(", "));

@@ -194,7 +194,7 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let dense = |l: &usize| config.moe.as_ref().is_none_or(|moe| !moe.sparse[*l]);
     let widths: BTreeSet<usize> =
         (0..config.layers).filter(dense).map(|l| config.intermediate_of(l)).collect();
-    let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
+    let quantized = recipe.model.quantize == Quantize::Nf4 || config.is_bitsandbytes();
     // Two 4-bit codes are one byte.
     let whole = |width: usize, n: usize| width.is_multiple_of(if quantized { 2 * n } else { n });
     let fits = |n: usize| heads.iter().all(|h| h.is_multiple_of(n)) && widths.iter().all(|w| whole(*w, n));

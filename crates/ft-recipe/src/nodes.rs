@@ -2,6 +2,7 @@
 
 use crate::keys::{Comm, Recipe};
 use crate::launch::{Environment, Launch};
+use ft_base::terminal::plural;
 
 /// Variables with the number of machines, and those with this machine's number, in order of precedence.
 const NODES: [(&str, &[&str]); 2] =
@@ -106,17 +107,14 @@ fn uneven(ranks: usize, count: usize, local: usize, by_key: bool, nodes: Option<
         }
         None => ("one machine".into(), String::new()),
     };
-    let plural = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "es" });
-    let has = if ranks == 1 { "1 rank".into() } else { format!("{ranks} ranks") };
+    let has = plural(ranks, "rank");
+    let processes = if local * count == 1 { "1 process" } else { &format!("{} processes", local * count) };
     let hint = match (by_key, ranks.is_multiple_of(count) && ranks > 1) {
         (true, true) => format!("parallel.local={}", ranks / count),
         (_, true) => format!("parallel.local={}, or parallel.data={}", ranks / count, local * count),
         (_, false) => format!("parallel.data={}", local.max(1) * count),
     };
-    let why = format!(
-        "the recipe has {has}, and {place} has {}\n  hint: {hint}{alone}",
-        plural(local * count, "process")
-    );
+    let why = format!("the recipe has {has}, and {place} has {processes}\n  hint: {hint}{alone}");
     Refused { key: by_key.then_some("parallel.local"), why }
 }
 

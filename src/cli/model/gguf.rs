@@ -78,7 +78,7 @@ fn write_model(
         Some(safetensors::Dtype::F16) => DType::F16,
         _ => DType::F32,
     });
-    if base.config.mxfp4 {
+    if base.config.is_mxfp4() {
         tell("the experts stay in MXFP4");
     } else if base.is_4bit() {
         tell("the model is 4-bit: its weights are dequantized");
@@ -89,7 +89,7 @@ fn write_model(
     gguf::write_model(&base, &model.dir, &title, dtype, pre, path, &|n| bar.inc(n))?;
     bar.finish_and_clear();
     // candle's reader does not know MXFP4.
-    if base.config.mxfp4 { Ok(()) } else { check(path) }
+    if base.config.is_mxfp4() { Ok(()) } else { check(path) }
 }
 
 /// The adapter in a folder or on the hub under this name; `None` if it is a model.

@@ -31,8 +31,8 @@ pub(super) fn original(model: &ModelDir, config: &Config) -> ft_base::Result<Opt
         return Ok(None);
     }
     let fail = |why: String| {
-        let dir = model.dir.join("config.json").display().to_string();
-        ft_base::Error::from(adapters::Error::Merge { dir, why: format!("{why}\n  {hint}") })
+        let file = model.dir.join("config.json").display().to_string();
+        ft_base::Error::from(adapters::Error::Peft { file, why: format!("{why}\n  {hint}") })
     };
     let found = fetch_model(&named, "main", Want::Weights).map_err(|e| {
         fail(format!("the base is 4-bit, and its original ({SOURCE_KEY}) cannot be had: {e}"))

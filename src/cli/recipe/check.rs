@@ -7,7 +7,7 @@ use crate::infer::usage;
 use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::terminal::warn;
-use ft_data::{Dataset, Tokenizer};
+use ft_data::Tokenizer;
 use ft_engine::adapters::{Adapter, initial};
 use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
@@ -173,7 +173,7 @@ impl Check<'_> {
     /// Without a tokenizer, checks only that the data files exist.
     fn sources(&mut self) {
         let recipe = self.recipe;
-        let sources = recipe.data.train.iter().chain(&recipe.data.eval);
+        let sources = recipe.data.all_sources();
         let here = |s: &&Source| ft_data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
         let find = |s| ft_data::find(s, &|s| recipe.resolve(s));
         self.errors.extend(sources.filter(here).filter_map(|s| find(s).err()).map(Error::from));
@@ -181,17 +181,12 @@ impl Check<'_> {
 
     fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
         let Some(config) = &found.config else { return };
-        let (recipe, vocab) = (self.recipe, config.vocab);
+        let recipe = self.recipe;
         let mut data = recipe.data.clone();
         sources::settle_forms(&mut data, tokenizer.is_some_and(Tokenizer::has_template), true);
-        let resolve = |s: &str| recipe.resolve(s);
-        let seed = recipe.run.seed;
-        let checked = Dataset::check(&data, &resolve, tokenizer, vocab, seed, rows::MAX_PROBLEMS);
+        let checked = rows::check(recipe, &data, tokenizer, config.vocab);
         let bad = !checked.problems.is_empty();
         self.errors.extend(checked.problems.into_iter().map(Error::from));
-        if checked.more > 0 {
-            warn(&format!("{} more problems in the data are not shown", checked.more));
-        }
         let parts = [(Part::Train, &checked.train), (Part::Eval, &checked.eval)];
         for part in parts.into_iter().filter_map(|(part, data)| Some((part, data.as_ref()?))) {
             self.keep(train::check_taught(recipe, tokenizer, part));

@@ -5,7 +5,7 @@ use crate::cli::console::print;
 use crate::infer::usage;
 use crate::train::{self, job, rows, sources};
 use ft_base::error::Error;
-use ft_base::terminal::{color_on_stdout, warn};
+use ft_base::terminal::color_on_stdout;
 use ft_data::{Checked, Dataset, Lengths, Tokenizer};
 use ft_hub::{Settings, Want};
 use ft_recipe::{Part, Recipe};
@@ -49,18 +49,13 @@ fn show(args: &Args, problems: &mut Vec<Error>) -> ft_base::Result<()> {
     let tokenizer = job::tokenizer(&recipe, &model.dir, None)?;
     let template = tokenizer.as_ref().is_some_and(Tokenizer::has_template);
     sources::settle_forms(&mut recipe.data, template, true);
-    let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
-    let resolve = |s: &str| recipe.resolve(s);
+    let t = tokenizer.as_ref();
     if args.eval && !recipe.data.evaluates() {
         return Err(usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
     }
     let part = if args.eval { Part::Eval } else { Part::Train };
-    let Checked { problems: found, more, train, eval } =
-        Dataset::check(&recipe.data, &resolve, t, vocab, seed, rows::MAX_PROBLEMS);
+    let Checked { problems: found, train, eval, .. } = rows::check(&recipe, &recipe.data, t, config.vocab);
     problems.extend(found.into_iter().map(Error::from));
-    if more > 0 {
-        warn(&format!("{more} more problems in the data are not shown"));
-    }
     let shared = match (&train, &eval) {
         (Some(train), Some(eval)) => Some(rows::tell_shared(train, eval)?),
         _ => None,

@@ -1,8 +1,7 @@
 //! What data is to a recipe, for `ft init`: format, form, and the number of steps.
 
 use crate::train::{job, sources};
-use ft_base::terminal::tell;
-use ft_data::show::plural;
+use ft_base::terminal::{plural, tell};
 use ft_data::{Dataset, Shape, Tokenizer};
 use ft_hub::{Settings, Want};
 use ft_plan::source::Found;

@@ -1,8 +1,8 @@
 //! Summary of `ft check`.
 
 use candle_core::DType;
+use ft_base::terminal::plural;
 use ft_data::Stats;
-use ft_data::show::plural;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, parameters};

@@ -2,10 +2,8 @@
 
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
-use crate::train::bench;
+use crate::train::bench::{self, Measured};
 use ft_base::terminal::tell;
-use serde_json::{Value, json};
-use std::path::PathBuf;
 
 /// Arguments of `ft bench`.
 #[derive(Debug, clap::Args)]
@@ -35,22 +33,16 @@ pub struct Args {
 
 /// Runs the benchmark and prints the result.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    if let Some(recipe) = &args.recipe {
+    let measured = if let Some(recipe) = &args.recipe {
         let program = std::env::current_exe().ok();
-        let measured = bench::run(recipe.load()?, args.steps as usize, program.as_deref())?;
-        return show(args, measured.kept, &measured.json, measured.text);
-    }
-    if args.probe {
-        let measured = bench::run_probe()?;
-        return show(args, measured.keep(), &json!(measured.probe), measured.text());
-    }
-    // the parser asks for a recipe without it
-    let Some(ranks) = args.ranks else { return Ok(()) };
-    let link = bench::run_links(ranks as usize)?;
-    link.text.map_or(Ok(()), |text| show(args, link.kept, &link.json, text))
-}
-
-fn show(args: &Args, kept: Option<PathBuf>, json: &Value, text: String) -> ft_base::Result<()> {
+        Some(bench::run(recipe.load()?, args.steps as usize, program.as_deref())?)
+    } else if args.probe {
+        Some(bench::run_probe()?)
+    } else {
+        // the parser asks for a recipe without it
+        args.ranks.map(|ranks| bench::run_links(ranks as usize)).transpose()?.flatten()
+    };
+    let Some(Measured { json, text, kept }) = measured else { return Ok(()) };
     if let Some(path) = kept {
         let rates = if args.probe { "rates are" } else { "rate is" };
         tell(&format!("the {rates} kept in {} for plans", path.display()));

@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     job.check_rows(None, Some(&data))?;
     job.check()?;
     let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
-    if let Some(there) = there.filter(|t| *t != here && !job.config.four_bit) {
+    if let Some(there) = there.filter(|t| *t != here && !job.config.is_bitsandbytes()) {
         let (here, there) = (here.word(), there.word());
         warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
     }

@@ -95,17 +95,48 @@ fn row(l: &ExpertCounts) -> Vec<String> {
     vec![l.layer.to_string(), tokens, short(entropy(&l.tokens)), busiest, dead]
 }
 
-/// SVG paths of the cells.
-struct Paths {
-    shades: Vec<Shade>,
-    /// Crosses on experts without tokens.
-    dead: String,
-}
-
-impl Paths {
-    fn new() -> Self {
+impl HeatMap {
+    /// Lays out a heat map; `None` without layers.
+    pub fn new(title: String, layers: &[ExpertCounts]) -> Option<Self> {
+        let experts = layers.iter().map(|l| l.tokens.len()).max()?;
+        let shown = &layers[..layers.len().min(ROWS)];
+        let count = experts.min(COLUMNS);
+        let width = (WIDTH / count as f64 * 10.0).floor() / 10.0;
+        let height = if shown.len() <= 12 { 22.0 } else { 12.0 };
+        let mut notes = Vec::new();
+        if experts > COLUMNS {
+            notes.push(format!(
+                "{experts} experts in {COLUMNS} columns: neighbors share one, the highest load counts."
+            ));
+        }
+        if layers.len() > ROWS {
+            notes.push(format!("The first {ROWS} of {} layers.", layers.len()));
+        }
+        let bottom = TOP + shown.len() as f64 * height;
         let shade = |number| Shade { number, label: label(number), path: String::new() };
-        Self { shades: (0..=SHADES.len()).map(shade).collect(), dead: String::new() }
+        let mut map = Self {
+            title,
+            width: axis::WIDTH,
+            about: about(layers, experts)?,
+            height: bottom + 26.0,
+            right: LEFT + width * count as f64,
+            bottom,
+            left: LEFT,
+            shades: (0..=SHADES.len()).map(shade).collect(),
+            dead: String::new(),
+            names: Vec::new(),
+            notes,
+            table: Table::new(HEAD, shown.iter().map(row).collect()),
+        };
+        let labelled = shown.len().div_ceil(40);
+        for (i, l) in shown.iter().enumerate() {
+            let y = TOP + i as f64 * height;
+            if i % labelled == 0 {
+                map.names.push(Tick { at: y + height / 2.0, text: format!("layer {}", l.layer) });
+            }
+            map.draw(&columns(l, l.tokens.len().min(count)), y, (width, height));
+        }
+        Some(map)
     }
 
     /// Draws a row at `y` of cells with this width and height. Adjacent cells of one shade form one rectangle.
@@ -122,50 +153,6 @@ impl Paths {
             let _ = write!(self.shades[shade(cells[0])].path, "M{x:.1} {y}h{w:.1}v{height}h-{w:.1}z");
             from += cells.len();
         }
-    }
-}
-
-impl HeatMap {
-    /// Lays out a heat map; `None` without layers.
-    pub fn new(title: String, layers: &[ExpertCounts]) -> Option<Self> {
-        let experts = layers.iter().map(|l| l.tokens.len()).max()?;
-        let shown = &layers[..layers.len().min(ROWS)];
-        let count = experts.min(COLUMNS);
-        let width = (WIDTH / count as f64 * 10.0).floor() / 10.0;
-        let height = if shown.len() <= 12 { 22.0 } else { 12.0 };
-        let (mut paths, mut names) = (Paths::new(), Vec::new());
-        let labelled = shown.len().div_ceil(40);
-        for (i, l) in shown.iter().enumerate() {
-            let y = TOP + i as f64 * height;
-            if i % labelled == 0 {
-                names.push(Tick { at: y + height / 2.0, text: format!("layer {}", l.layer) });
-            }
-            paths.draw(&columns(l, l.tokens.len().min(count)), y, (width, height));
-        }
-        let mut notes = Vec::new();
-        if experts > COLUMNS {
-            notes.push(format!(
-                "{experts} experts in {COLUMNS} columns: neighbors share one, the highest load counts."
-            ));
-        }
-        if layers.len() > ROWS {
-            notes.push(format!("The first {ROWS} of {} layers.", layers.len()));
-        }
-        let bottom = TOP + shown.len() as f64 * height;
-        Some(Self {
-            title,
-            width: axis::WIDTH,
-            about: about(layers, experts)?,
-            height: bottom + 26.0,
-            right: LEFT + width * count as f64,
-            bottom,
-            left: LEFT,
-            shades: paths.shades,
-            dead: paths.dead,
-            names,
-            notes,
-            table: Table::new(HEAD, shown.iter().map(row).collect()),
-        })
     }
 }
 

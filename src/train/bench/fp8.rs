@@ -28,9 +28,6 @@ pub struct Fp8Error {
 
 impl Fp8Error {
     /// Compares products of the model, and a step that ran in 8-bit floats with one in bf16; `None` without any.
-    ///
-    /// # Errors
-    /// Errors of a step.
     pub fn measure(
         model: &TrainedModel,
         device: &Device,

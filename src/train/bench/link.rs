@@ -1,5 +1,6 @@
 //! `ft bench --ranks`: rates of the links between ranks.
 
+use super::measured::Measured;
 use crate::train::Error;
 use crate::train::job::device;
 use candle_core::{DType, Device};
@@ -8,8 +9,7 @@ use ft_engine::ranks::{self, CollectiveId, Comm, processes};
 use ft_kernels::{Tensor, cuda};
 use ft_plan::{Target, links::Link};
 use ft_recipe::{Device as DeviceName, Launch};
-use serde_json::{Value, json};
-use std::path::PathBuf;
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 const GATHER: CollectiveId = CollectiveId::all("the timed gather");
@@ -29,28 +29,20 @@ const CALLS: usize = 15;
 /// Limit of a collective.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Rates of the links between ranks.
-#[derive(Debug)]
-pub struct MeasuredLink {
-    /// Output of `ft bench --ranks --json`.
-    pub json: Value,
-    /// Output of `ft bench --ranks`; `None` on ranks other than the first.
-    pub text: Option<String>,
-    /// File of the rates, read by later plans.
-    pub kept: Option<PathBuf>,
-}
-
-/// Times gathers, sums and pairwise exchanges between `ranks` ranks: the processes of a launcher, else
-/// threads with a CUDA device each, or on the CPU. Keeps the rates for plans of such devices.
+/// Times gathers, sums and pairwise exchanges between `ranks` ranks: the processes of a launcher, else threads with a
+/// CUDA device each, or on the CPU. Keeps the rates for plans of such devices. `None` on ranks other than the first.
 ///
 /// # Errors
 /// Fewer devices or another number of processes than ranks; a lost rank; a cache folder that cannot be written.
-pub fn run(ranks: usize) -> ft_base::Result<MeasuredLink> {
+pub fn run(ranks: usize) -> ft_base::Result<Option<Measured>> {
     Launch::check().map_err(Error::Usage)?;
     let (link, target, rank) = match Launch::of_env() {
         Some(launch) => among_processes(ranks, &launch)?,
         None => among_threads(ranks)?,
     };
+    if rank > 0 {
+        return Ok(None);
+    }
     let words = |rate: f64| format!("{:.2} GB a second", rate / 1e9);
     let text = format!(
         "{} to each of {ranks} ranks in gathers, {} in sums, {} in exchanges, {:.0} microseconds a call ({})\n",
@@ -60,9 +52,7 @@ pub fn run(ranks: usize) -> ft_base::Result<MeasuredLink> {
         link.call[0] * 1e6,
         link.source
     );
-    let json = json!(link);
-    let kept = if rank == 0 { link.save(target)? } else { None };
-    Ok(MeasuredLink { json, text: (rank == 0).then_some(text), kept })
+    Ok(Some(Measured { json: json!(link), text, kept: link.save(target)? }))
 }
 
 fn among_processes(ranks: usize, launch: &Launch) -> ft_base::Result<(Link, Target, usize)> {

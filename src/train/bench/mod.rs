@@ -3,10 +3,12 @@
 mod fp8;
 mod link;
 mod matmul;
+mod measured;
 mod probe;
 mod report;
 mod steps;
 
-pub use link::{MeasuredLink, run as run_links};
-pub use probe::{Measured as MeasuredCard, before as probe_before, run as run_probe};
-pub use steps::{Measured, run};
+pub use link::run as run_links;
+pub use measured::Measured;
+pub use probe::{before as probe_before, run as run_probe};
+pub use steps::run;

@@ -1,6 +1,7 @@
 //! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its
 //! own, at its first start on a card.
 
+use super::measured::Measured;
 use crate::train::Error;
 use crate::train::job::Job;
 use candle_core::{DType, Device, Result};
@@ -16,6 +17,7 @@ use ft_kernels::tensor::Real;
 use ft_kernels::{Tensor, cuda, gemm};
 use ft_plan::Target;
 use ft_plan::probe::{self, CardRates, Probe};
+use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -44,15 +46,7 @@ const CROSSINGS: &[usize] = &[1 << 20, 1 << 26];
 /// Operations that are launched one after the other.
 const LAUNCHES: usize = 100;
 
-/// Rates of a card.
-#[derive(Clone, Debug)]
-pub struct Measured {
-    /// The card as plans name it.
-    pub card: &'static str,
-    pub probe: Probe,
-}
-
-/// Measures device 0.
+/// Measures device 0, and keeps its rates for plans.
 ///
 /// # Errors
 /// No CUDA device; not enough memory on it.
@@ -61,7 +55,8 @@ pub fn run() -> ft_base::Result<Measured> {
         |why: String| Error::Usage(format!("--probe: {why}\n  hint: plans take data sheets without it"));
     let device = cuda::open(0).map_err(fail)?;
     let (card, probe) = of_now(&device).ok_or_else(|| fail("the CUDA device has no name".into()))?;
-    Ok(Measured { card, probe: Probe { rates: measure(&device)?, ..probe } })
+    let probe = Probe { rates: measure(&device)?, ..probe };
+    Ok(Measured { kept: keep(card, &probe), json: json!(probe), text: text(&probe) })
 }
 
 /// The card as plans name it, and a probe of it by this program and driver, without rates.
@@ -113,38 +108,36 @@ fn child(program: &Path) -> std::result::Result<Probe, String> {
     serde_json::from_slice(&out.stdout).map_err(|e| format!("ft bench --probe: {e}"))
 }
 
-impl Measured {
-    /// Keeps the rates for plans and returns the file. Says so if there is none.
-    pub fn keep(&self) -> Option<PathBuf> {
-        let hint = "plans take data sheets\n  hint: FT_CACHE names another folder";
-        match probe::save(self.card, &self.probe) {
-            Ok(Some(path)) => return Some(path),
-            Ok(None) => warn(&format!("the rates are not kept: no cache folder; {hint}")),
-            Err(e) => warn(&format!("the rates are not kept: {e}; {hint}")),
-        }
-        None
+/// Keeps the rates for plans and returns the file. Says so if there is none.
+fn keep(card: &str, probe: &Probe) -> Option<PathBuf> {
+    let hint = "plans take data sheets\n  hint: FT_CACHE names another folder";
+    match probe::save(card, probe) {
+        Ok(Some(path)) => return Some(path),
+        Ok(None) => warn(&format!("the rates are not kept: no cache folder; {hint}")),
+        Err(e) => warn(&format!("the rates are not kept: {e}; {hint}")),
     }
+    None
+}
 
-    /// Output of `ft bench --probe`.
-    pub fn text(&self) -> String {
-        let r = &self.probe.rates;
-        let tera = |x: f64| format!("{:.4} TFLOP/s", x / 1e12);
-        let giga = |x: f64| format!("{:.2} GB/s", x / 1e9);
-        let ([forward, backward], [locked, pageable]) = (r.attention.map(tera), r.crossing.map(giga));
-        let fp8 = r.fp8.map_or("none on this card".into(), |share| format!("{share:.2} of the time of bf16"));
-        let lines = [
-            ("products", format!("{} (bf16)", tera(r.products))),
-            ("in fp8", fp8),
-            ("experts", format!("{} (4-bit, {OF_EXPERT} rows each)", tera(r.grouped))),
-            ("attention", format!("{forward} forward, {backward} backward")),
-            ("4-bit values", format!("{:.2} G/s dequantized", r.dequantize / 1e9)),
-            ("copies", giga(r.copy)),
-            ("from host", format!("{locked} page-locked, {pageable} pageable")),
-            ("a launch", format!("{:.1} us", 1e6 * r.launch)),
-        ];
-        let lines = lines.map(|(name, value)| format!("  {name:<13} {value}\n")).concat();
-        format!("{}\n{lines}", self.probe.device)
-    }
+/// Output of `ft bench --probe`.
+fn text(probe: &Probe) -> String {
+    let r = &probe.rates;
+    let tera = |x: f64| format!("{:.4} TFLOP/s", x / 1e12);
+    let giga = |x: f64| format!("{:.2} GB/s", x / 1e9);
+    let ([forward, backward], [locked, pageable]) = (r.attention.map(tera), r.crossing.map(giga));
+    let fp8 = r.fp8.map_or("none on this card".into(), |share| format!("{share:.2} of the time of bf16"));
+    let lines = [
+        ("products", format!("{} (bf16)", tera(r.products))),
+        ("in fp8", fp8),
+        ("experts", format!("{} (4-bit, {OF_EXPERT} rows each)", tera(r.grouped))),
+        ("attention", format!("{forward} forward, {backward} backward")),
+        ("4-bit values", format!("{:.2} G/s dequantized", r.dequantize / 1e9)),
+        ("copies", giga(r.copy)),
+        ("from host", format!("{locked} page-locked, {pageable} pageable")),
+        ("a launch", format!("{:.1} us", 1e6 * r.launch)),
+    ];
+    let lines = lines.map(|(name, value)| format!("  {name:<13} {value}\n")).concat();
+    format!("{}\n{lines}", probe.device)
 }
 
 fn measure(device: &Device) -> Result<CardRates> {

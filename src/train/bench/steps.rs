@@ -3,6 +3,7 @@
 
 use super::fp8::Fp8Error;
 use super::matmul::MatmulRate;
+use super::measured::Measured;
 use super::probe::before as probe_before;
 use super::report::{Limit, StepTimes};
 use crate::train::Error;
@@ -18,26 +19,12 @@ use ft_hub::Want;
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
 use ft_recipe::{Format, Recipe, ScoreTargets, TOP_K, Task, Weights};
-use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-
-/// Result of a benchmark.
-#[derive(Debug)]
-pub struct Measured {
-    /// Output of `ft bench --json`.
-    pub json: Value,
-    /// Output of `ft bench`.
-    pub text: String,
-    /// File of the measured rate, read by later plans.
-    pub kept: Option<PathBuf>,
-}
+use serde_json::json;
+use std::path::Path;
 
 /// Runs one warm-up step and `steps` timed steps on full rows of random tokens. Every token is a target, as
 /// `ft plan` assumes. Writes nothing except the measured rate, and the rates of the card before it, by `program` as for
-/// [`probe_before`].
-///
-/// # Errors
-/// As a run, up to the first step.
+/// [`probe_before`]. Fails as a run up to the first step, and for more than one rank.
 pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base::Result<Measured> {
     // With random weights, `config.json` is enough to measure speed.
     let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };

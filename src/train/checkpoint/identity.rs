@@ -81,9 +81,6 @@ impl Identity {
 
     /// Prepares for loading the base: if the hash of the model is unknown, files are hashed while they are
     /// read.
-    ///
-    /// # Errors
-    /// Files are no longer readable.
     pub fn loading(&self, base: &Base) -> ft_base::Result<()> {
         match base.files() {
             Some(files) if self.map.get().is_none() => Ok(files.hash_while_reading()?),

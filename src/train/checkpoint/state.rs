@@ -123,19 +123,12 @@ fn files(dir: &Path, params: &Params) -> ft_base::Result<[SharedFile; 2]> {
 }
 
 /// Begins a checkpoint in `dir`: creates the files at full size, without values, and writes `state.json`.
-///
-/// # Errors
-/// Disk errors.
 pub fn begin(dir: &Path, state: &State, params: &Params) -> ft_base::Result<()> {
     files(dir, params)?.iter().try_for_each(SharedFile::create)?;
-    let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
-    Ok(store::write_atomic(&dir.join(STATE), text.as_bytes())?)
+    Ok(store::write_json(&dir.join(STATE), state)?)
 }
 
 /// Writes this rank's shard into a checkpoint begun by the first rank.
-///
-/// # Errors
-/// Disk errors.
 pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let [weights, optimizer] = files(dir, params)?;
     let (mut values, mut moments) = (Vec::new(), Vec::new());

@@ -72,9 +72,6 @@ impl<'a> Classes<'a> {
     }
 
     /// Loss, targets and metrics of a dataset.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn evaluate(
         &self,
         scorer: &Scorer<'_>,

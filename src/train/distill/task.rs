@@ -16,9 +16,6 @@ pub fn settings(r: &Recipe) -> Option<Distillation> {
 }
 
 /// Adds the teacher's values of a micro-batch, in distillation.
-///
-/// # Errors
-/// Device errors.
 pub fn with_teacher<'a>(
     batch: Batch<'a>,
     m: &Micro,

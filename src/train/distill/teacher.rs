@@ -36,9 +36,6 @@ pub struct TeacherFiles {
 }
 
 /// Refuses a teacher with another tokenizer than the student's.
-///
-/// # Errors
-/// [`Error::Usage`].
 fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(), Error> {
     let student = &job.recipe.model.source;
     let why = match (job.tokenizer.as_deref(), teacher) {
@@ -91,7 +88,7 @@ fn identity(job: &Job, name: &str) -> Value {
     let identity = job.tokenizer.as_ref().map(|t| t.identity());
     let data = &job.recipe.data;
     let has_template = identity.as_ref().is_some_and(|i| i.template.is_some());
-    let chat = data.train.iter().chain(&data.eval).any(|s| s.is_chat(has_template));
+    let chat = data.all_sources().any(|s| s.is_chat(has_template));
     let template = identity.as_ref().and_then(|i| i.template.clone()).filter(|_| chat);
     json!({"model": name, "tokenizer": identity.map(|i| i.vocabulary), "template": template})
 }

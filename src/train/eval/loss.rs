@@ -34,9 +34,6 @@ pub struct Evaluation {
 }
 
 /// As `evaluate`, of a model loaded for inference, on one rank. Computes the reference first, if the task has one.
-///
-/// # Errors
-/// As `evaluate`.
 pub fn evaluate_loaded(
     job: &Job,
     (decoder, params): (&Decoder, &Params),
@@ -114,7 +111,7 @@ pub fn evaluate(
                 let mut walk = Walk::chosen(decoder, None, execution).hooks(hooks);
                 let (mut losses, mut divergences) = (loss::Running::default(), loss::Running::default());
                 let weights = &own.micro().weights;
-                losses.keep(walk.eval(&batch).map_err(|e| ranks.cause(e))?, weights)?;
+                losses.keep(walk.eval(&batch).map_err(|e| comm.cause(e))?, weights)?;
                 divergences.keep(walk.take_divergences(), weights)?;
                 sums.push([losses.total()?, divergences.total()?].map(f64::to_bits));
             }
@@ -143,9 +140,6 @@ pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) 
 }
 
 /// Computes the logits `[t, v]` of all tokens in a micro-batch of the first rank, with the weights of all ranks.
-///
-/// # Errors
-/// Device errors; lost rank.
 pub fn probe_of(cx: &TrainContext<'_>, m: &Micro) -> ft_base::Result<Real> {
     let TrainedModel { decoder, params, .. } = cx.model;
     if !params.split.is_of_part() {
@@ -159,9 +153,6 @@ pub fn probe_of(cx: &TrainContext<'_>, m: &Micro) -> ft_base::Result<Real> {
 }
 
 /// A forward pass of all ranks over a micro-batch of the first, which gets the logits.
-///
-/// # Errors
-/// Device errors; lost rank.
 pub fn logits_of_all(
     cx: &TrainContext<'_>,
     gather: &Gather<'_>,
@@ -188,13 +179,13 @@ pub fn logits_of_all(
     let flat = logits.filter(|_| !mine.is_empty()).map(|t| rows(mine.len(), &t)).transpose()?;
     if cx.comm.rank() != 0 {
         let out: Vec<_> = flat.into_iter().map(|t| (0, t)).collect();
-        cx.comm.exchange_among(&members, at, &out, &[])?.wait()?;
+        cx.comm.exchange_among((&members, at), &out, &[])?.wait()?;
         return Ok(None);
     }
     let room = |r: &usize| Ok((*r, Tensor::zeros(all[*r].len() * vocab, DType::F32, cx.device())?));
     let others = members.iter().filter(|r| **r != 0 && !all[**r].is_empty());
     let into = others.map(room).collect::<candle_core::Result<Vec<_>>>()?;
-    cx.comm.exchange_among(&members, at, &[], &into)?.wait()?;
+    cx.comm.exchange_among((&members, at), &[], &into)?.wait()?;
     let to = Real::zeros((tokens, vocab), DType::F32, cx.device())?;
     for (rank, part) in flat.into_iter().map(|t| (0, t)).chain(into) {
         for (i, token) in all[rank].iter().enumerate() {

@@ -140,8 +140,7 @@ pub(super) fn open_or_write(
     let report = quantize_into(config, model, &new.path(), true)?;
     let (copy, files) = open_copy(&new.path(), &m.overrides)?;
     made.files = files;
-    let text = serde_json::to_string_pretty(&made).unwrap_or_default() + "\n";
-    store::write_atomic(&new.path().join(CACHE_MARKER), text.as_bytes())?;
+    store::write_json(&new.path().join(CACHE_MARKER), &made)?;
     new.replace(&is_of_model)?;
     tell(&format!("{} linears in 4 bits are kept in {shown}", report.linears));
     Ok(Some(copy))

@@ -8,9 +8,6 @@ use ft_recipe::{Recipe, Weights};
 use std::path::Path;
 
 /// Hash of a model: config, and bytes of all weight files in `dir`.
-///
-/// # Errors
-/// Unreadable files.
 pub fn model_hash(recipe: &Recipe, config: &Config, dir: &Path) -> Result<String, store::Error> {
     let load = recipe.model.weights == Weights::Load;
     let files = load.then(|| layout::open(config, dir)).transpose()?;
@@ -18,9 +15,6 @@ pub fn model_hash(recipe: &Recipe, config: &Config, dir: &Path) -> Result<String
 }
 
 /// Hash of a config and opened weight files.
-///
-/// # Errors
-/// Unreadable files.
 pub fn hash_of(config: &Config, files: Option<&TensorFiles>) -> Result<String, store::Error> {
     let mut h = blake3::Hasher::new();
     h.update(serde_json::to_string(&config.raw).unwrap_or_default().as_bytes());
@@ -31,9 +25,6 @@ pub fn hash_of(config: &Config, files: Option<&TensorFiles>) -> Result<String, s
 }
 
 /// Hash of the files of an adapter.
-///
-/// # Errors
-/// Unreadable files.
 pub fn adapter_hash(dir: &Path) -> Result<String, store::Error> {
     let mut h = blake3::Hasher::new();
     for file in ["adapter_config.json", "adapter_model.safetensors"] {

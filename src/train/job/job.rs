@@ -57,16 +57,13 @@ impl Job {
     /// Resolves a recipe for inference: all weights are frozen, and the adapter of `lora.init` is applied.
     /// Without an adapter, modules that the recipe trains in full are not quantized, so the model equals
     /// the one at the start of training.
-    ///
-    /// # Errors
-    /// As [`Job::open`].
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
         Self::with(recipe, want, progress, &|recipe, config, adapter| {
             let in_full = |r: &Rule| r.is(Method::Full);
             match adapter {
                 Some(a) => a.selection(config),
                 None if recipe.model.quantize == Quantize::Nf4
-                    && !config.four_bit
+                    && !config.is_bitsandbytes()
                     && recipe.train.iter().any(in_full) =>
                 {
                     let mut s = Selection::from_rules(config, &recipe.train)?;
@@ -119,9 +116,6 @@ impl Job {
     }
 
     /// Describes device, compute dtype, and the implementation of bf16 products.
-    ///
-    /// # Errors
-    /// As [`Job::products`].
     pub fn computes(&self) -> candle_core::Result<String> {
         let device = if self.device.is_cpu() { "CPU" } else { "CUDA" };
         let how = self.products()?.map_or(String::new(), |p| format!(" ({})", p.text()));
@@ -145,9 +139,6 @@ impl Job {
     }
 
     /// Opens the base in the model folder, ignoring the 4-bit copy of `model.cache`.
-    ///
-    /// # Errors
-    /// Missing or unusable weights.
     pub fn base(&self) -> ft_base::Result<Base> {
         let config = self.config.clone();
         let base = match self.recipe.model.weights {
@@ -187,17 +178,11 @@ impl Job {
 
     /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With
     /// `train`, also allocates gradients and moments.
-    ///
-    /// # Errors
-    /// As [`Build::run`]; the 4-bit copy cannot be written.
     pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
         self.load_shard(&self.base_to_load()?, train, Split::default(), &ranks::alone())
     }
 
     /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.
-    ///
-    /// # Errors
-    /// As [`Job::base`]; the 4-bit copy is damaged or cannot be written.
     pub fn base_to_load(&self) -> ft_base::Result<Base> {
         let base = self.base()?;
         Ok(match cache_4bit::open_or_write(&self.recipe, &self.config, &self.model.dir)? {
@@ -223,9 +208,6 @@ impl Job {
 
     /// As [`Job::load`], for the shard of one rank. All ranks must call it together. Only the first shows a
     /// progress bar.
-    ///
-    /// # Errors
-    /// As [`Build::run`]; lost rank.
     pub fn load_shard(
         &self,
         base: &Base,

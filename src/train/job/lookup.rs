@@ -14,9 +14,6 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Finds the folder of the model, and downloads missing files as far as `want` requires.
-///
-/// # Errors
-/// The model cannot be found.
 pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> ft_base::Result<ModelDir> {
     // Random weights replace the weight files.
     let random = recipe.model.weights == Weights::Random;
@@ -40,9 +37,6 @@ pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Con
 
 /// Loads the tokenizer of a model folder, with the chat template of the recipe, and with the added tokens
 /// of recipe and adapter. Returns `None` if the folder has no tokenizer.
-///
-/// # Errors
-/// Unusable files.
 pub fn tokenizer(
     recipe: &Recipe,
     dir: &Path,
@@ -70,9 +64,6 @@ pub fn tokenizer(
 }
 
 /// Tokens of an adapter in addition to the vocabulary of the base.
-///
-/// # Errors
-/// The tokenizer in the adapter folder is unusable.
 pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
     match adapter.filter(|a| !a.config.tokens().is_empty()) {
         Some(a) => Ok(Added::of_adapter(&a.dir)?),
@@ -81,9 +72,6 @@ pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
 }
 
 /// Opens the adapter named in `lora.init`, and downloads it if necessary.
-///
-/// # Errors
-/// The adapter cannot be found, or has unusable files.
 pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<Adapter>> {
     resolve::adapter_dir(settings, recipe, progress)?.map(|dir| Adapter::open(&dir)).transpose()
 }
@@ -102,9 +90,6 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
 }
 
 /// Looks up the tokens that a rule names. Warns about one without a gradient.
-///
-/// # Errors
-/// As [`Selection::look_up`].
 pub fn token_rows(
     selection: &mut Selection,
     config: &Config,

@@ -1,10 +1,10 @@
 //! Rows of the steps, and warnings about the data.
 
 use crate::train::Error;
-use ft_base::terminal::warn;
-use ft_data::{Batches, Dataset};
+use ft_base::terminal::{plural, warn};
+use ft_data::{Batches, Checked, Dataset, Tokenizer};
 use ft_engine::model::Config;
-use ft_recipe::Recipe;
+use ft_recipe::{Data, Recipe};
 
 /// Divides the rows into steps.
 ///
@@ -25,12 +25,19 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
 }
 
 /// Most kinds of data problems shown.
-pub const MAX_PROBLEMS: usize = 20;
+const MAX_PROBLEMS: usize = 20;
+
+/// Checks `data`, the recipe's with its forms settled; warns about problems that are not shown.
+pub fn check(recipe: &Recipe, data: &Data, tokenizer: Option<&Tokenizer>, vocab: usize) -> Checked {
+    let resolve = |s: &str| recipe.resolve(s);
+    let checked = Dataset::check(data, &resolve, tokenizer, vocab, recipe.run.seed, MAX_PROBLEMS);
+    if checked.more > 0 {
+        warn(&format!("{} more problems in the data are not shown", checked.more));
+    }
+    checked
+}
 
 /// Prints the warnings about a dataset.
-///
-/// # Errors
-/// A token file is no longer readable.
 pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<()> {
     for warning in data.warnings(config.reach())? {
         warn(&format!("{key}: {warning}"));
@@ -48,7 +55,6 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
     if run.steps.is_some() || !(1..FEW).contains(&steps) {
         return;
     }
-    let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
     let (packed, shorter) = if recipe.data.packs() {
         let packed = format!(", of {} packed", plural(data.samples.len(), "sample"));
         (packed, ", data.pack = false or a smaller data.max_length")
@@ -66,9 +72,6 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 }
 
 /// Warns about samples in both training and evaluation data. Returns the number of such samples.
-///
-/// # Errors
-/// A token file is no longer readable.
 pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
     let (shared, all) = (train.samples.shared_with(&eval.samples)?, eval.samples.len());
     if shared > 0 {

@@ -7,9 +7,6 @@ use std::sync::{Arc, OnceLock, mpsc};
 
 /// Starts the global thread pool. Also turns SIGXFSZ into a write error: without a handler, the system
 /// would end the process at the file size limit.
-///
-/// # Errors
-/// The system refuses more threads.
 pub fn start_threads() -> Result<(), ft_plan::Error> {
     // Any handler suffices to make the write fail.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
@@ -28,9 +25,6 @@ pub fn start_threads() -> Result<(), ft_plan::Error> {
 
 /// Starts the thread pool of a rank, including the current thread. Ranks in one process divide the threads
 /// evenly. Allocations of the pool count for the rank.
-///
-/// # Errors
-/// The system refuses more threads.
 pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan::Error> {
     memory::count_for(Some(rank));
     pool_with_this(p.threads(rayon::current_num_threads()), Some(rank))
@@ -38,9 +32,6 @@ pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan
 
 /// Starts the thread pool of this process, including the current thread. The processors are shared by
 /// `others` processes, this one included.
-///
-/// # Errors
-/// As [`start_threads_of`].
 pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error> {
     // `RAYON_NUM_THREADS` applies to every process separately.
     let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());

@@ -11,9 +11,6 @@ use ft_engine::quant;
 use std::collections::HashMap;
 
 /// Computes logits `[t, v]` of a few tokens in f32, for a base alone or with an adapter.
-///
-/// # Errors
-/// Tensors of base or adapter do not fit the config.
 pub fn logits(
     base: &Base,
     selection: &Selection,

@@ -69,7 +69,7 @@ impl<'a> Merge<'a> {
         let config = &base.config;
         let Some(files) = base.files() else {
             let why = "a model of random weights has no files to merge into".into();
-            return Err(Error::Merge { dir: config.family.model_type.into(), why }.into());
+            return Err(Error::Peft { file: config.family.model_type.into(), why }.into());
         };
         let trained = selection.trained();
         adapter.check_against(selection, &trained)?;
@@ -133,8 +133,8 @@ impl<'a> Merge<'a> {
                     _ => DType::BF16,
                 })
             }
-            other => Err(Error::Merge {
-                dir: self.files.paths().next().map_or(String::new(), |p| p.display().to_string()),
+            other => Err(Error::Peft {
+                file: self.files.paths().next().map_or(String::new(), |p| p.display().to_string()),
                 why: format!("{base}: {other:?} is no dtype that a merge can keep\n  hint: --dtype bf16"),
             }),
         }
@@ -178,9 +178,6 @@ impl<'a> Merge<'a> {
 
     /// Computes one tensor of the merged model, in the dtype of the file, on the CPU. Memory holds this
     /// tensor and the update.
-    ///
-    /// # Errors
-    /// Files are no longer readable.
     pub fn tensor(&self, name: &str) -> ft_base::Result<Tensor> {
         let s = self.source(name)?;
         let (value, before) = self.merged(s, s.dtype)?;
@@ -192,9 +189,6 @@ impl<'a> Merge<'a> {
     }
 
     /// Computes one tensor of the merged model in f32, before rounding to the dtype of the file.
-    ///
-    /// # Errors
-    /// As [`Merge::tensor`].
     pub fn in_f32(&self, name: &str) -> ft_base::Result<Tensor> {
         Ok(self.merged(self.source(name)?, DType::F32)?.0.to_dtype(DType::F32)?)
     }

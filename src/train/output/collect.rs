@@ -70,14 +70,12 @@ pub fn give(cx: &TrainContext<'_>, gather: &Gather<'_>) -> ft_base::Result<()> {
         values.extend(t.flatten_all()?.to_vec1::<f32>()?.into_iter().flat_map(f32::to_ne_bytes));
     }
     let header = serde_json::to_vec(&header).unwrap_or_default();
-    let members = [0, cx.comm.rank()];
-    [header, values]
-        .iter()
-        .try_for_each(|all| cx.comm.all_gather_bytes_among(&members, AT, all, true).map(drop))
+    let at = (&[0, cx.comm.rank()][..], AT);
+    [header, values].iter().try_for_each(|all| cx.comm.all_gather_bytes_among(at, all, true).map(drop))
 }
 
 fn receive(comm: &dyn Comm, rank: usize) -> ft_base::Result<Vec<Named>> {
-    let take = || comm.all_gather_bytes_among(&[0, rank], AT, &[], true);
+    let take = || comm.all_gather_bytes_among((&[0, rank], AT), &[], true);
     let [header, values] = [take()?, take()?].map(|mut all| all.pop().unwrap_or_default());
     let header: Vec<(String, Vec<usize>)> = serde_json::from_slice(&header).unwrap_or_default();
     let values: Vec<f32> = values.as_chunks().0.iter().map(|b| f32::from_ne_bytes(*b)).collect();

@@ -25,8 +25,11 @@ pub fn save_adapter(
     let revision = job.model.revision.as_deref();
     // No quantization is recorded if the base is 4-bit on disk, because the name of the base implies it, or
     // if the adapter took initial values from the base, because it then applies to the base as published.
-    let quantize =
-        if job.config.four_bit || changes_base(job) { Quantize::None } else { job.recipe.model.quantize };
+    let quantize = if job.config.is_bitsandbytes() || changes_base(job) {
+        Quantize::None
+    } else {
+        job.recipe.model.quantize
+    };
     for file in TOKENIZER_FILES {
         match store::copy_inside(&job.model.dir, file, out) {
             // Optional here: the base folder has the tokenizer too.

@@ -10,9 +10,6 @@ use ft_engine::params::Params;
 use std::path::Path;
 
 /// Loads a result from `dir` over the trained values.
-///
-/// # Errors
-/// Unreadable result; missing tensor.
 pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
         let files = layout::open(&job.config, dir)?;

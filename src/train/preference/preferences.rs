@@ -101,9 +101,6 @@ impl Preferences {
     /// Estimates the divergence from the reference for KTO: the mean over `samples` of the log-ratio of the
     /// completion of the sample before, given the prompt, not below 0 (arXiv 2402.01306, equation 8). `first` is the
     /// place of the samples among those of all steps. `None` for pairs.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn kl(
         &self,
         scorer: &Scorer<'_>,
@@ -122,9 +119,6 @@ impl Preferences {
     }
 
     /// Loss and metrics of a dataset.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn evaluate(
         &self,
         scorer: &Scorer<'_>,

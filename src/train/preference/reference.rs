@@ -66,9 +66,6 @@ pub struct ReferenceInputs<'a> {
 impl ReferenceInputs<'_> {
     /// Computes the log-probabilities under the model as loaded, or reads them from the cache, unless they are `known`
     /// from another model. All ranks call it together.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn scores(
         &self,
         known: Option<ReferenceScores>,
@@ -97,9 +94,6 @@ impl ReferenceInputs<'_> {
 
     /// The log-probabilities under another model, which is loaded for the pass alone; `None` if the reference is the
     /// model that trains. All ranks call it together, before they load that model.
-    ///
-    /// # Errors
-    /// As [`ReferenceInputs::scores`]; the other model cannot be loaded.
     pub fn of_other(&self) -> ft_base::Result<Option<ReferenceScores>> {
         let Some(other) = reference_model::job(self.job)? else { return Ok(None) };
         let scores = self.cached(&mut || {
@@ -287,7 +281,7 @@ fn keep(path: &std::path::Path, scores: &ReferenceScores) {
     let kept = Kept { hash: hash(scores), scores: scores.clone() };
     let folder = store::folder_of(path);
     let written = std::fs::create_dir_all(folder)
-        .map_err(|e| store::Error::write("make the folder", folder, None, e))
+        .map_err(|e| store::Error::write("make the folder", folder, e))
         .and_then(|()| {
             store::write_atomic(path, serde_json::to_string(&kept).unwrap_or_default().as_bytes())
         });

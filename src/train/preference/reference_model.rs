@@ -37,9 +37,6 @@ pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
 }
 
 /// The job of [`recipe_of`], on the device of `job`.
-///
-/// # Errors
-/// As [`Job::open_frozen`].
 pub fn job(job: &Job) -> ft_base::Result<Option<Job>> {
     let Some(recipe) = recipe_of(&job.recipe) else { return Ok(None) };
     let opened = Job::open_frozen(recipe, Want::Weights, true)?;
@@ -47,9 +44,6 @@ pub fn job(job: &Job) -> ft_base::Result<Option<Job>> {
 }
 
 /// Hash of the weights of another model and its adapter.
-///
-/// # Errors
-/// Unreadable files.
 pub fn hash(other: &Job) -> ft_base::Result<String> {
     let model = model_hash(&other.recipe, &other.config, &other.model.dir)?;
     let adapter = other.adapter.as_ref().map(|a| adapter_hash(&a.dir)).transpose()?;

@@ -69,9 +69,6 @@ impl Scorer<'_> {
     }
 
     /// Words that `of` makes of each micro-batch and its losses, or outputs of a score head, in order, on all ranks.
-    ///
-    /// # Errors
-    /// As [`Scorer::scores`].
     pub fn words<T>(
         &self,
         items: &[T],
@@ -109,7 +106,7 @@ impl Scorer<'_> {
         }
         let batch = own.batch(&self.decoder.config, ((0, 0), None), None, self.device)?;
         let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
-        let losses = walk.eval(&batch).map_err(|e| self.ranks.cause(e))?;
+        let losses = walk.eval(&batch).map_err(|e| self.ranks.comm.cause(e))?;
         if !self.decoder.units.has_head() {
             return Ok(Vec::new());
         }
@@ -130,9 +127,6 @@ impl Scorer<'_> {
 }
 
 /// Samples of rows, in order.
-///
-/// # Errors
-/// A row file that can no longer be read.
 pub fn samples_of(data: &Dataset, rows: impl IntoIterator<Item = usize>) -> Result<Vec<u32>, ft_data::Error> {
     let mut out = Vec::new();
     for row in rows {
@@ -142,9 +136,6 @@ pub fn samples_of(data: &Dataset, rows: impl IntoIterator<Item = usize>) -> Resu
 }
 
 /// Scores of the samples' prompts with the completions of the samples before, in a cycle; cut at `limit` tokens.
-///
-/// # Errors
-/// As [`Scorer::scores`].
 pub fn crossed(
     scorer: &Scorer<'_>,
     data: &Dataset,

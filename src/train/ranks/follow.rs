@@ -21,9 +21,6 @@ use ft_recipe::Part;
 use std::time::Duration;
 
 /// Runs `f` with collectives for the tensors of the device of a job.
-///
-/// # Errors
-/// As [`ranks::on_device`].
 pub fn on_device<R>(
     job: &Job,
     comm: &dyn Comm,
@@ -33,9 +30,6 @@ pub fn on_device<R>(
 }
 
 /// Runs a rank other than the first. `stop` returns signals sent to this process.
-///
-/// # Errors
-/// Errors of this rank; lost rank.
 pub fn follow(inputs: &RunInputs, base: &Base, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     let reference = inputs.reference(None, comm).of_other()?;
     let model = ready(inputs, load(&inputs.job, base, comm)?, (reference, None), comm)?;

@@ -32,9 +32,6 @@ pub struct RunInputs {
 
 impl RunInputs {
     /// Divides the rows of a dataset into steps, with the learning-rate schedule over them.
-    ///
-    /// # Errors
-    /// As [`rows::batches`].
     pub fn steps(job: &Job, data: &Dataset) -> ft_base::Result<(Arc<Batches>, Schedule)> {
         let batches = rows::batches(&job.recipe, data)?;
         let schedule = Schedule::new(&job.recipe.optimizer, batches.steps());

@@ -34,9 +34,6 @@ impl<'a> RemoteRanks<'a> {
     }
 
     /// Reports that the recipe is resolved and the run folder is locked. Other ranks then look for them.
-    ///
-    /// # Errors
-    /// Lost rank.
     pub fn opened(&self) -> ft_base::Result<()> {
         self.next.set(Some(BEGUN));
         self.comm.broadcast_object(OPENED, &true)
@@ -59,9 +56,6 @@ impl<'a> RemoteRanks<'a> {
     }
 
     /// Reports the end of a run that was already finished, in place of the next message.
-    ///
-    /// # Errors
-    /// Lost rank.
     pub fn end(&self) -> ft_base::Result<()> {
         self.next.get().map_or(Ok(()), |message| self.comm.barrier(message))
     }

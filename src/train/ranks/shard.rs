@@ -18,18 +18,12 @@ const LOADED: CollectiveId = CollectiveId::all("the loading of the model");
 const SAVED: CollectiveId = CollectiveId::all("the end of a checkpoint");
 
 /// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
-///
-/// # Errors
-/// Disk errors; lost rank.
 pub fn save(cx: &TrainContext<'_>, dir: &Path) -> ft_base::Result<()> {
     state::write(dir, &cx.model.params)?;
     cx.comm.barrier(SAVED)
 }
 
 /// Loads this rank's shard of the model. Returns after all ranks have loaded.
-///
-/// # Errors
-/// The model cannot be built; lost rank.
 pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder, Params)> {
     if comm.world() > 1 {
         // Allocates the packing buffers of this rank now; later, their number would depend on thread

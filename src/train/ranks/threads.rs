@@ -29,9 +29,6 @@ pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
 
 impl RankThreads {
     /// Starts one thread per rank.
-    ///
-    /// # Errors
-    /// The system refuses more threads.
     pub fn start(ranks: Vec<Threads>, inputs: &Arc<RunInputs>, base: &Base) -> ft_base::Result<Self> {
         let patience = Duration::from_secs(inputs.job.recipe.parallel.timeout);
         let mut all = Self { threads: Vec::new(), patience };

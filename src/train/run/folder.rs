@@ -69,7 +69,7 @@ pub fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
     for name in RESULTS.into_iter().chain([CHECKPOINTS]) {
         let p = dir.join(name);
         if p != result && p.symlink_metadata().is_ok() && !reads(&job.recipe, &p) {
-            std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
+            std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, e))?;
         }
     }
     Ok(())

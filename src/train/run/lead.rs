@@ -14,9 +14,6 @@ use ft_engine::ranks::Comm;
 use ft_recipe::{Recipe, Reference};
 
 /// As [`super::run`], on the first rank; `remote` are the ranks in other processes.
-///
-/// # Errors
-/// As [`super::run`]; lost rank.
 pub fn run_first(
     recipe: Recipe,
     options: &Options,

@@ -49,9 +49,6 @@ pub fn received(comm: &dyn Comm) -> [u64; 2] {
 
 impl RunLog {
     /// Opens the metrics of a run folder. `resumed` is the step of the checkpoint, if any.
-    ///
-    /// # Errors
-    /// Disk errors.
     pub fn open(
         dir: &Path,
         recipe: &Recipe,
@@ -363,9 +360,6 @@ impl RunLog {
 }
 
 /// Refuses `log.mlflow` in a program that cannot send.
-///
-/// # Errors
-/// [`Error::Usage`].
 pub fn check(recipe: &Recipe) -> Result<(), Error> {
     if recipe.log.mlflow.is_none() || cfg!(feature = "hub") {
         return Ok(());

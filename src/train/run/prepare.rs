@@ -103,9 +103,6 @@ impl Resume {
 }
 
 /// Resolves a recipe, and checks job, data, memory and the checkpoint to resume.
-///
-/// # Errors
-/// As [`super::run`], before the first step.
 pub fn prepare(
     recipe: Recipe,
     options: &Options,

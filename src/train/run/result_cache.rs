@@ -51,7 +51,7 @@ impl InputRecord {
         if let Some(other) = reference_model::recipe_of(recipe) {
             files.extend(model_files(&other)?);
         }
-        for source in recipe.data.train.iter().chain(&recipe.data.eval) {
+        for source in recipe.data.all_sources() {
             for path in ft_data::find(source, &|s| recipe.resolve(s)).ok()? {
                 files.push(stat(&path)?);
             }

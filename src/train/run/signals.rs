@@ -33,9 +33,6 @@ pub struct Signals(Handlers);
 impl Signals {
     /// Registers the handlers. A signal ends the process with its exit code until [`Signals::hold`] is
     /// called.
-    ///
-    /// # Errors
-    /// The system refuses to register a handler.
     pub fn catch() -> ft_base::Result<Self> {
         let handlers = match HANDLERS.get() {
             Some(there) => there.clone(),

@@ -54,9 +54,6 @@ pub struct Trainer<'a> {
 impl<'a> Trainer<'a> {
     /// Opens the metrics of the run folder, after the removal of an earlier run if requested. From here on,
     /// signals are deferred until a checkpoint is saved.
-    ///
-    /// # Errors
-    /// Disk errors.
     pub fn new(run: &'a PreparedRun, cx: TrainContext<'a>, monitor: MemoryMonitor) -> ft_base::Result<Self> {
         let (job, dir) = (cx.job, &run.dir);
         if run.options.overwrite {
@@ -88,9 +85,6 @@ impl<'a> Trainer<'a> {
     }
 
     /// Trains, and writes the result.
-    ///
-    /// # Errors
-    /// As [`super::run`], from the first step on.
     pub fn run(mut self) -> ft_base::Result<Outcome> {
         let outcome = self.train().and_then(|()| self.finish());
         outcome.map_err(|e| {

@@ -191,12 +191,10 @@ impl TrainContext<'_> {
                     .router_losses(router)
                     .neftune(neftune)
                     .hooks(reduce)
-                    .timed(times);
-                if let Some(weigh) = &mut weigh {
-                    walk = walk.objective(weigh);
-                }
+                    .timed(times)
+                    .objective(weigh.as_mut().map(|w| w as _));
                 let all = walk.train(&batch, batches.scale(objective) * factor, accum);
-                let all = all.map_err(|e| ranks.cause(e))?;
+                let all = all.map_err(|e| self.comm.cause(e))?;
                 got.divergences.keep(walk.take_divergences(), &own.micro().weights)?;
                 got.routings.push(walk.into_routing());
                 if objective.is_none() {

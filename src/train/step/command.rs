@@ -41,9 +41,6 @@ pub struct Probed {
 const NEXT: CollectiveId = CollectiveId::all("what comes next");
 
 /// Announces the next operation. Called by the first rank.
-///
-/// # Errors
-/// Lost rank.
 pub fn announce(comm: &dyn Comm, command: &Command) -> ft_base::Result<()> {
     comm.broadcast_object(NEXT, command)
 }

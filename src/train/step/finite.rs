@@ -107,8 +107,8 @@ pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Re
     for u in params.flats.iter().flatten() {
         whole &= states(u, &(0..u.len))?;
     }
-    let all = comm.all_gather_object(CollectiveId::all("whether weights are finite"), &[u64::from(whole)])?;
-    if all.iter().flatten().all(|w| *w != 0) {
+    let all = comm.all_gather_object(CollectiveId::all("whether weights are finite"), &whole)?;
+    if all.into_iter().all(|whole| whole) {
         return Ok(());
     }
     let bad = not_finite(params, comm, "weights that are not finite", &states)?;

@@ -14,9 +14,6 @@ pub struct MicroBatches<'a> {
 
 impl<'a> MicroBatches<'a> {
     /// Divides the rows of a step.
-    ///
-    /// # Errors
-    /// Unreadable data.
     pub fn new(data: &Dataset, rows: &'a [usize], micro_rows: usize) -> Result<Self, ft_data::Error> {
         let (mut all, mut size) = (Vec::new(), Size::default());
         for rows in rows.chunks(micro_rows.max(1)) {

@@ -88,9 +88,6 @@ impl<'a> Reduce<'a> {
     }
 
     /// Sums of squares of this rank's shard of the gradients, by buffer; `None` without updates in the backward pass.
-    ///
-    /// # Errors
-    /// Device errors.
     pub fn squares(&self) -> candle_core::Result<Option<Vec<(usize, f64)>>> {
         let Some(update) = &self.update else { return Ok(None) };
         let mut squares = update.squares.borrow_mut();
@@ -104,9 +101,6 @@ impl<'a> Reduce<'a> {
     }
 
     /// Ends a step: sums the gradients of buffers that the first and the last stage share.
-    ///
-    /// # Errors
-    /// Lost rank; device errors.
     pub fn end_step(&self) -> ft_base::Result<()> {
         for (number, flat) in &self.ends {
             let Some(LocalShard { values, .. }) = &flat.grads else {
@@ -123,9 +117,6 @@ impl<'a> Reduce<'a> {
     }
 
     /// Ends a micro-batch, or the turn of a rank without one: reduces all remaining units.
-    ///
-    /// # Errors
-    /// Lost rank.
     pub fn end(&self) -> ft_base::Result<()> {
         self.down_to(0)?;
         self.lowest.set(self.params.frozen.len());

@@ -51,9 +51,6 @@ struct Words {
 
 impl Sums {
     /// Adds the expert load of a micro-batch, and its router losses with factor `share`, if used.
-    ///
-    /// # Errors
-    /// Device errors.
     pub fn add_routing(&mut self, routing: &Routing, share: Option<f64>) -> ft_base::Result<()> {
         let decided = routing.read()?;
         self.load.add(&decided);
@@ -66,9 +63,6 @@ impl Sums {
 
     /// Sums over all ranks, in rank order; squares by buffer over the stages, then over the ranks of a stage, so that
     /// the number of stages changes no bit.
-    ///
-    /// # Errors
-    /// Lost rank.
     pub fn over_ranks(&self, comm: &dyn Comm, stages: usize) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
         let words = Words {

@@ -8,7 +8,7 @@ use ft_engine::model::context_parallel::ContextParallel;
 use ft_engine::model::sequence_parallel::{self, SequenceParallel};
 use ft_engine::model::stage_boundary::Rows;
 use ft_engine::model::{Batch, Config};
-use ft_engine::ranks::{self, Axis, CollectiveId, Comm, Group, Mesh};
+use ft_engine::ranks::{Axis, CollectiveId, Comm, Group, Mesh};
 use ft_recipe::Parallel;
 use std::sync::Arc;
 
@@ -85,14 +85,6 @@ impl<'a> Ranks<'a> {
     pub fn reads(&self) -> bool {
         let place = self.mesh.coordinates(self.comm.rank());
         (place.data, place.context, place.tensor) == (0, 0, 0)
-    }
-
-    /// An error of a pass, or the loss of a rank that it follows from.
-    pub fn cause(&self, e: ft_base::Error) -> ft_base::Error {
-        match (e.of::<ranks::Error>(), self.comm.lost()) {
-            (None, Some(lost)) => lost.into(),
-            _ => e,
-        }
     }
 
     /// Whether this rank reports the losses of its micro-batch. Of the ranks that share one, this is the first of the
@@ -237,9 +229,6 @@ impl<'a> LocalMicroBatch<'a> {
 
     /// The input of the model. `first` counts the tokens and targets of earlier micro-batches of the step; `random` is
     /// the seed and step in training.
-    ///
-    /// # Errors
-    /// Device errors.
     pub fn batch(
         &self,
         config: &Config,
@@ -267,9 +256,6 @@ impl<'a> LocalMicroBatch<'a> {
 
     /// Losses of all targets of the micro-batch, or outputs of a score head, from those of this rank. Collective
     /// among the ranks with tokens.
-    ///
-    /// # Errors
-    /// A lost rank.
     pub fn whole_losses(&self, own: Vec<f64>) -> ft_base::Result<Vec<f64>> {
         let Some(Part { micro_batch_group, targets, .. }) = &self.part else { return Ok(own) };
         let words: Vec<u64> = own.into_iter().map(f64::to_bits).collect();
@@ -303,8 +289,8 @@ pub type Stop<'a> = &'a dyn Fn() -> u64;
 /// # Errors
 /// [`crate::train::Error::Abandoned`] if any rank received a signal; lost rank.
 pub fn check_stop(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let all = comm.all_gather_object(CollectiveId::all("whether to go on"), &[stop()])?;
-    match all.into_iter().flatten().find(|asked| *asked != 0) {
+    let all = comm.all_gather_object(CollectiveId::all("whether to go on"), &stop())?;
+    match all.into_iter().find(|asked| *asked != 0) {
         Some(asked) => Err(crate::train::Error::Abandoned(asked).into()),
         None => Ok(()),
     }

@@ -17,9 +17,6 @@ impl TrainContext<'_> {
     }
 
     /// As [`TrainContext::step`]. Adds the time of every part to `times`.
-    ///
-    /// # Errors
-    /// As [`TrainContext::step`].
     pub fn timed_step(&self, input: &StepInput<'_>, times: &mut Times) -> ft_base::Result<StepOutput> {
         let output = self.accumulate(input, times, &|| 0)?;
         self.update(input, &output, times)?;

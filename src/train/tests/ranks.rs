@@ -10,7 +10,7 @@ use ft_data::Micro;
 use ft_engine::model::grad_accumulator::GradAccumulator;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
-use ft_engine::ranks::{CollectiveId, Comm, PeerTensor, Received, Threads};
+use ft_engine::ranks::{Among, Comm, PeerTensor, Received, Threads};
 use ft_engine::walk::{Hooks, Outline, Visit, Walk};
 use ft_hub::Want;
 use ft_kernels::Tensor;
@@ -88,44 +88,35 @@ impl Comm for Traced<'_, Threads> {
     fn world(&self) -> usize {
         self.0.world()
     }
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> ft_base::Result<Vec<Vec<u8>>> {
-        self.0.all_gather_bytes_among(members, at, mine, timed)
+    fn all_gather_bytes_among(&self, at: Among, mine: &[u8], timed: bool) -> ft_base::Result<Vec<Vec<u8>>> {
+        self.0.all_gather_bytes_among(at, mine, timed)
     }
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        at: Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> ft_base::Result<PendingTransfer> {
-        self.0.reduce_scatter_among(members, at, part, range, to)
+        self.0.reduce_scatter_among(at, part, range, to)
     }
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        at: Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> ft_base::Result<PendingTransfer> {
-        self.note(Did::Gather(at.unit.expect("of a unit")));
-        self.0.all_gather_among(members, at, mine, ranges, to)
+        self.note(Did::Gather(at.1.unit.expect("of a unit")));
+        self.0.all_gather_among(at, mine, ranges, to)
     }
     fn exchange_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        at: Among,
         out: &[PeerTensor],
         into: &[PeerTensor],
     ) -> ft_base::Result<PendingTransfer> {
-        self.0.exchange_among(members, at, out, into)
+        self.0.exchange_among(at, out, into)
     }
     fn received(&self) -> &Received {
         self.0.received()

@@ -16,5 +16,5 @@ pub use allocator::{CountingAllocator, keep_within, on_failure};
 pub use counts::{COUNTED, count_for, largest_rank, live_bytes, peak_bytes, reset_peak, reset_ranks};
 pub use place::phase_peaks;
 pub use process::{
-    available_bytes, host_bytes, part, peak_host_bytes, reach_bytes, room_for_thread, share_among,
+    available_bytes, host_bytes, on_stack, part, peak_host_bytes, reach_bytes, room_for_thread, share_among,
 };

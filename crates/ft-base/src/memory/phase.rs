@@ -1,9 +1,10 @@
 //! The phases of a run.
 
 /// A phase of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Loading or initializing the weights.
+    #[default]
     Load,
     /// Forward pass over the units.
     Forward,

@@ -3,6 +3,7 @@
 use super::limits;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::{io, thread};
 
 /// Peak resident size of this process in bytes; 0 if unknown.
 pub fn peak_host_bytes() -> u64 {
@@ -44,12 +45,18 @@ pub fn reach_bytes() -> Option<u64> {
 ///
 /// # Errors
 /// The limit is too low.
-pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
+pub fn room_for_thread(stack: usize) -> io::Result<()> {
     const MAPPINGS: u64 = 1 << 20;
     let left = limits::addresses(Path::new("/")).filter(|left| *left < stack as u64 + MAPPINGS);
-    left.map_or(Ok(()), |left| {
-        Err(std::io::Error::other(format!("the limit on addresses leaves {left} bytes")))
-    })
+    left.map_or(Ok(()), |left| Err(io::Error::other(format!("the limit on addresses leaves {left} bytes"))))
+}
+
+/// Calls a function on a thread with a stack of this many bytes, and waits; the inner error is a panic.
+///
+/// # Errors
+/// The thread cannot start.
+pub fn on_stack<T: Send>(stack: usize, f: impl FnOnce() -> T + Send) -> io::Result<thread::Result<T>> {
+    thread::scope(|scope| Ok(thread::Builder::new().stack_size(stack).spawn_scoped(scope, f)?.join()))
 }
 
 #[cfg(test)]

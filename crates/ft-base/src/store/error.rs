@@ -322,7 +322,12 @@ impl Error {
     }
 
     /// A write error of `path`. Queries the free disk space if the disk is full.
-    pub fn write(doing: &'static str, path: &Path, needed: Option<u64>, source: io::Error) -> Error {
+    pub fn write(doing: &'static str, path: &Path, source: io::Error) -> Error {
+        Error::write_sized(doing, path, None, source)
+    }
+
+    /// Like [`Error::write`], where `needed` bytes were to be written.
+    pub fn write_sized(doing: &'static str, path: &Path, needed: Option<u64>, source: io::Error) -> Error {
         let free = match source.kind() {
             io::ErrorKind::StorageFull => path.parent().and_then(free_bytes),
             _ => None,

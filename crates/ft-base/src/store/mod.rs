@@ -40,6 +40,6 @@ pub use read::{
     read_plain, read_plain_text,
 };
 pub use write::{
-    AtomicFile, AtomicFolder, RunLock, append, copy_inside, create, folder_of, reopen, sweep_temporary,
-    sync_folder, write_atomic,
+    AtomicFile, AtomicFolder, RunLock, append, copy_inside, create, folder_of, remove_if_there, reopen,
+    sweep_temporary, sync_folder, write_atomic, write_json,
 };

@@ -13,9 +13,9 @@ use std::path::Path;
 /// # Errors
 /// [`Error::Write`].
 pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let fail = |doing, e| Error::write(doing, path, None, e);
+    let fail = |doing, e| Error::write(doing, path, e);
     let dir = folder_of(path);
-    std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
+    std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, e))?;
     let temporary = tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).tempfile_in(dir);
     let mut file = temporary.map_err(|e| fail("create a file for", e))?;
     file.write_all(bytes).map_err(|e| fail("write", e))?;

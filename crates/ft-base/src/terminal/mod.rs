@@ -10,4 +10,4 @@ pub use screen::{
     Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, print_escaped,
     print_wrapped, shell_word, tell, tell_escaped, tell_wrapped, to_file, to_terminal, warn,
 };
-pub use wrap::{width, wrap};
+pub use wrap::{plural, width, wrap};

@@ -1,4 +1,4 @@
-//! Lines broken between words.
+//! Lines broken between words; counts with nouns.
 
 use console::{Term, measure_text_width, strip_ansi_codes};
 
@@ -9,6 +9,11 @@ const DEFAULT_WIDTH: usize = 80;
 pub fn width() -> usize {
     let size = Term::stderr().size_checked().or_else(|| Term::stdout().size_checked());
     size.map_or(DEFAULT_WIDTH, |(_, columns)| usize::from(columns).max(1))
+}
+
+/// A count with its noun.
+pub fn plural(n: usize, noun: &str) -> String {
+    if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") }
 }
 
 /// Breaks the lines of `text` between words, at `width` columns. The rest of a line is indented by two

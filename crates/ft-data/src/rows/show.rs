@@ -3,9 +3,9 @@
 use super::dataset::Dataset;
 use crate::error::Error;
 use crate::shape::example::IGNORE_INDEX;
-use crate::token_cache::stats::Stats;
+use crate::token_cache::stats::{Lengths, Stats};
 use crate::tokenize::tokenizer::Tokenizer;
-use ft_base::terminal::escape;
+use ft_base::terminal::{escape, plural};
 use ft_recipe::{OverLength, ScoreTargets};
 use std::io::{self, Write};
 
@@ -156,15 +156,10 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
         writeln!(out, "             ... and {} more", s.drops.total() - s.left_out.len())?;
     }
     writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
-    let l = &s.lengths;
-    writeln!(out, "lengths      min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max)?;
-    let whole = s.whole.lengths();
-    if whole != *l {
-        writeln!(
-            out,
-            "  before     min {}, median {}, p95 {}, max {}",
-            whole.min, whole.median, whole.p95, whole.max
-        )?;
+    let words = |l: Lengths| format!("min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max);
+    writeln!(out, "lengths      {}", words(s.lengths))?;
+    if s.whole.lengths() != s.lengths {
+        writeln!(out, "  before     {}", words(s.whole.lengths()))?;
     }
     // with `data.over_length = "error"` nothing is cut
     let lost = if limit.1 == OverLength::Error { "beyond it" } else { "lost" };
@@ -199,9 +194,4 @@ pub fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, u
         }
     }
     if out.iter().all(|c| c.1 == 0) { Vec::new() } else { out }
-}
-
-/// A count with its noun.
-pub fn plural(n: usize, thing: &str) -> String {
-    if n == 1 { format!("1 {thing}") } else { format!("{n} {thing}s") }
 }

@@ -2,6 +2,7 @@
 //! once per kind.
 
 use ft_base::error::Location;
+use ft_base::terminal::plural;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -33,7 +34,7 @@ pub(crate) enum Note {
 impl Note {
     /// A sentence about `rows` rows.
     fn told(&self, rows: usize) -> String {
-        let s = if rows == 1 { "1 row" } else { &format!("{rows} rows") };
+        let s = plural(rows, "row");
         match self {
             Note::RowKey { key, format } => {
                 format!("{s} with the key {key:?}, which format {format:?} does not read")
@@ -154,7 +155,7 @@ impl Notes {
         };
         let names: Vec<String> = keys.iter().filter_map(name).collect();
         let rows = keys.iter().map(|k| k.1).max().unwrap_or_default();
-        let s = if rows == 1 { "1 row".into() } else { format!("{rows} rows") };
+        let s = plural(rows, "row");
         format!(
             "{s} with the keys {}, which their format does not read (the first: {first})",
             names.join(", ")

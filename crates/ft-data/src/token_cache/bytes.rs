@@ -159,7 +159,7 @@ impl Spool {
                 self.part.clear();
             }
             Err(e) => {
-                let why = store::Error::write("write", path, None, e);
+                let why = store::Error::write("write", path, e);
                 warn(&format!(
                     "a list of samples stays in memory: {why}\n  hint: FT_CACHE names another folder"
                 ));

@@ -8,7 +8,6 @@ use ft_base::store;
 use ft_recipe::{Format, Source};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use std::io::ErrorKind;
 use std::path::Path;
 
 /// Conversion of a prompt to model input.
@@ -127,8 +126,7 @@ impl PromptConfig {
     /// # Errors
     /// A file that cannot be written.
     pub fn save(&self, dir: &Path, chat_template: Option<&TemplateSource>) -> Result<(), store::Error> {
-        let text = serde_json::to_string_pretty(self).unwrap_or_default() + "\n";
-        store::write_atomic(&dir.join(FILE), text.as_bytes())?;
+        store::write_json(&dir.join(FILE), self)?;
         let Some(template) = chat_template.filter(|_| self.form == PromptFormat::Chat) else { return Ok(()) };
         write_template(dir, template.default.as_bytes())?;
         template
@@ -167,11 +165,7 @@ fn write_template(dir: &Path, template: &[u8]) -> Result<(), store::Error> {
         return Ok(());
     }
     store::write_atomic(&dir.join(CHAT_TEMPLATE), template)?;
-    let path = dir.join(TOOL_USE);
-    match std::fs::remove_file(&path) {
-        Err(e) if e.kind() != ErrorKind::NotFound => Err(store::Error::write("remove", &path, None, e)),
-        _ => Ok(()),
-    }
+    store::remove_if_there(&dir.join(TOOL_USE))
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use crate::text::{
     conversation,
     template::{Template, Variables},
 };
+use ft_base::memory::on_stack;
 use ft_base::terminal::{panics::caught, warn};
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
@@ -105,7 +106,9 @@ impl Tokenizer {
         let pipeline: Pipeline =
             serde_json::from_slice(bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
         pipeline.check().map_err(&bad)?;
-        let mut inner = on_a_large_stack(|| library(bytes)).map_err(&bad)?;
+        let loaded =
+            on_stack(STACK, || library(bytes)).map_err(|e| bad(format!("no thread to read it: {e}")))?;
+        let mut inner = loaded.unwrap_or_else(|_| Err("a panic".into())).map_err(&bad)?;
         turn_off_dropout(&mut inner, &path);
         for (text, id) in more.iter().flat_map(|(_, tokens)| tokens) {
             if inner.token_to_id(text) != Some(*id) {
@@ -481,16 +484,6 @@ fn called<T>(f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
         Ok(out) => out.map_err(|e| e.to_string()),
         Err(panic) => Err(format!("the tokenizer does not hold together: {panic}")),
     }
-}
-
-fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, f);
-        thread
-            .map_err(|e| format!("no thread to read it: {e}"))?
-            .join()
-            .unwrap_or_else(|_| Err("a panic".into()))
-    })
 }
 
 /// Whether an offset lies in one of the sorted ranges.

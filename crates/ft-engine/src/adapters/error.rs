@@ -28,23 +28,16 @@ pub enum Error {
         /// Reason and hint.
         why: String,
     },
-    /// An invalid adapter config or tensor.
+    /// An invalid adapter config or tensor, or a base that it cannot be merged into.
     #[error("{file}: {why}")]
     Peft { file: String, why: String },
-    /// An adapter that cannot be merged into the base.
-    #[error("{dir}: {why}")]
-    Merge {
-        /// Folder of the base.
-        dir: String,
-        why: String,
-    },
 }
 
 impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
             Error::Rule { .. } | Error::Nothing { .. } | Error::Key { .. } => ExitCode::Usage,
-            Error::Peft { .. } | Error::Merge { .. } => ExitCode::Model,
+            Error::Peft { .. } => ExitCode::Model,
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::files::TensorFiles;
 use crate::model::modules::{Group, Module};
 use crate::model::{Config, Moe};
 use candle_core::{DType, Device, Tensor};
-use ft_base::store::{self};
+use ft_base::store;
 use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -74,15 +74,13 @@ impl<'a> Export<'a> {
             Target::Vllm => self.vllm()?,
         };
         tensors.sort_by(|a, b| a.0.cmp(&b.0));
-        std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, None, e))?;
+        std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, e))?;
         crate::files::write_file(
             &out.join("adapter_model.safetensors"),
             &tensors,
             &metadata(self.adapter.quantize()?, None),
         )?;
-        let text = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
-        store::write_atomic(&out.join("adapter_config.json"), text.as_bytes())?;
-        Ok(())
+        Ok(store::write_json(&out.join("adapter_config.json"), &config)?)
     }
 
     fn refuse(&self, m: &Module, why: &str) -> ft_base::Error {

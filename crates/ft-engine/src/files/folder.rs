@@ -60,8 +60,7 @@ pub fn write_folder(
         // The base was quantized; the written model is not.
         config.remove("quantization_config");
     }
-    let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
-    store::write_atomic(&out.join("config.json"), text.as_bytes())?;
+    store::write_json(&out.join("config.json"), &config)?;
     for file in MODEL_FILES.iter().chain(TOKENIZER_FILES) {
         store::copy_inside(source, file, out)?;
     }

@@ -208,7 +208,7 @@ fn more_bytes_than_the_disk_has_is_refused_before_any_is_written() {
 /// On a full device, the message names the path and the bytes.
 #[test]
 fn a_full_disk_is_explained() {
-    let error = Error::write(
+    let error = Error::write_sized(
         "write",
         Path::new("/some/checkpoint"),
         Some(3 << 30),

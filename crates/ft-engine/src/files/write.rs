@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Storage, Tensor};
 
 use super::{Entry, Error, wrong};
-use ft_base::store::{AtomicFile, free_bytes, reopen, sync_folder};
+use ft_base::store::{AtomicFile, free_bytes, remove_if_there, reopen, sync_folder, write_json};
 use ft_kernels::to_host;
 
 /// Writes one safetensors file atomically.
@@ -79,7 +79,7 @@ pub fn write_sharded(
     pendings.into_iter().try_for_each(AtomicFile::commit)?;
     if shards.len() > 1 {
         let json = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-        ft_base::store::write_atomic(&index, format!("{json:#}\n").as_bytes())?;
+        write_json(&index, &json)?;
         paths.push(index);
     }
     Ok(paths)
@@ -275,7 +275,7 @@ impl SharedFile {
     }
 
     fn failed<'a>(&'a self, what: &'static str) -> impl Fn(std::io::Error) -> Error + 'a {
-        move |e| Error::write(what, &self.path, Some(self.plan.bytes()), e)
+        move |e| Error::write_sized(what, &self.path, Some(self.plan.bytes()), e)
     }
 
     /// Creates the file in full length, with the header. Called by one writer, before any writes.
@@ -328,12 +328,5 @@ impl SharedFile {
             })?;
         }
         Ok(())
-    }
-}
-
-fn remove_if_there(path: &Path) -> Result<(), Error> {
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
-        _ => Ok(()),
     }
 }

@@ -8,8 +8,8 @@ use super::error::Error;
 use super::initial::{Factors, Initials};
 use super::layout;
 use crate::files::TensorFiles;
-use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
+use crate::model::{Config, WeightFormat};
 use crate::quant::{self, CodeTables, LazyMatrix};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
@@ -114,7 +114,7 @@ impl Base {
 
     /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
     pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
-        if config.fp8.is_some() {
+        if matches!(config.format, WeightFormat::Fp8(_)) {
             // Scaled while loading, to the compute dtype.
             return 4;
         }
@@ -128,7 +128,7 @@ impl Base {
 
     /// Whether linears are quantized to NF4 while loading.
     pub fn quantizes(&self) -> bool {
-        self.nf4 && !self.config.four_bit
+        self.nf4 && !self.config.is_bitsandbytes()
     }
 
     /// Whether decoder linears are 4-bit, by checkpoint or by quantization.
@@ -240,9 +240,6 @@ impl Base {
     /// As [`Base::codes`], for reading by parts. For weights quantized while loading, `scales` must return
     /// the scales of all blocks; it receives the number of values and a function computing the scales of a
     /// block-aligned range.
-    ///
-    /// # Errors
-    /// As [`Base::codes`].
     pub fn lazy_codes(
         &self,
         (m, number): (&Module, u64),

@@ -2,7 +2,7 @@
 //! `down_proj` `[e, d, f]`, or their transposes, and their biases; in MXFP4, blocks and scales instead.
 
 use crate::files::{Entry, TensorFiles};
-use crate::model::Config;
+use crate::model::{Config, WeightFormat};
 use crate::quant::{MXFP4_BLOCK, MXFP4_PARTS};
 use candle_core::{DType, Tensor};
 use ft_base::store;
@@ -64,7 +64,7 @@ pub(super) fn open(config: &Config, files: &mut TensorFiles) -> Result<(), store
             split(files, &fused)?;
         } else if let &[o, i] = fused.part.as_slice() {
             mxfp4(files, &fused, (o, i))?;
-            if config.decodes_mxfp4 {
+            if config.format == WeightFormat::Mxfp4AsValues {
                 for part in &fused.parts {
                     let [codes, scales] = MXFP4_PARTS.map(|last| format!("{part}.{last}"));
                     // Tensors that do not fit keep their names, which the check reports.

@@ -7,7 +7,7 @@
 
 use super::fused;
 use crate::files::{Entry, SplitTensor, TensorFiles, write_folder};
-use crate::model::Config;
+use crate::model::{Config, WeightFormat};
 use candle_core::{DType, Tensor};
 use ft_base::store::{self};
 use serde_json::{Map, Value};
@@ -15,13 +15,10 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// Opens a model's weights with one tensor per module.
-///
-/// # Errors
-/// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
     fused::open(config, &mut files)?;
-    if let Some(block) = config.fp8 {
+    if let WeightFormat::Fp8(block) = config.format {
         const SCALE: &str = "_scale_inv";
         let scales: Vec<String> =
             files.names().filter(|n| n.ends_with(SCALE) && !config.passes(n)).map(String::from).collect();
@@ -69,9 +66,6 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
 /// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: split
 /// tensors are joined again, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
 /// family has them.
-///
-/// # Errors
-/// As [`write_folder`].
 pub fn write(
     (model, files): (&Config, Option<&TensorFiles>),
     (source, out): (&Path, &Path),

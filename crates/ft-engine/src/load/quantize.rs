@@ -50,9 +50,6 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
 }
 
 /// Quantizes a checkpoint into a folder that exists.
-///
-/// # Errors
-/// As [`quantize`].
 pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
     if config.holds_4bit() {
         return Err(Error::Already { dir: source.display().to_string() }.into());

@@ -137,8 +137,8 @@ impl Decoder {
 
     /// Every linear with its module, in forward order. Of experts split over ranks, only those of this rank.
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
-        let own = self.embedding.linears().chain(self.layers.iter().flat_map(Layer::linears));
-        let own = own.chain([&self.head.linear]);
+        let inputs = self.embedding.layer_inputs.iter().map(|i| &i.projection);
+        let own = inputs.chain(self.layers.iter().flat_map(Layer::linears)).chain([&self.head.linear]);
         let here = |m: &Module| match (m.layer.and_then(|l| self.layers.get(l)?.mlp.mixture()), m.expert) {
             (Some(mixture), Some(e)) => mixture.has(e),
             _ => true,

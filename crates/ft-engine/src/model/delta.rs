@@ -68,16 +68,6 @@ impl Saved {
 }
 
 impl DeltaNet {
-    /// All linears, in the order of the forward pass.
-    pub fn linears(&self) -> Vec<&Linear> {
-        self.projections.iter().chain([&self.out]).collect()
-    }
-
-    /// As [`DeltaNet::linears`], to change them.
-    pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        self.projections.iter_mut().chain([&mut self.out]).collect()
-    }
-
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         let projections = self.projections.iter().map(Linear::dequantized).collect::<Result<_>>()?;

@@ -1,7 +1,7 @@
 //! The token embedding: frozen, trained in full or by row, or with LoRA.
 
 use super::layer_inputs::LayerInputs;
-use super::linear::{Linear, Rows};
+use super::linear::Rows;
 use super::pass::batch::{Batch, Context};
 use super::pass::grad_accumulator::{GradAccumulator, Slot};
 use candle_core::{DType, Result};
@@ -43,11 +43,6 @@ impl Embedding {
             || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
             || self.rows.as_ref().is_some_and(|r| r.slot.is_some())
             || self.layer_inputs.as_ref().is_some_and(|i| i.trains())
-    }
-
-    /// Linears, in the order of the forward pass.
-    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.layer_inputs.iter().map(|i| &i.projection)
     }
 
     /// Whether the backward pass uses weights: a plain table's gradient does not depend on the table.

@@ -57,22 +57,6 @@ impl FeedForward {
         }
     }
 
-    fn linears(&self) -> Vec<&Linear> {
-        match self {
-            FeedForward::Dense(b) => b.linears().collect(),
-            FeedForward::Mixture(b) => b.linears().collect(),
-            FeedForward::Beside(b) => b.linears().collect(),
-        }
-    }
-
-    fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        match self {
-            FeedForward::Dense(b) => b.linears_mut().collect(),
-            FeedForward::Mixture(b) => b.linears_mut(),
-            FeedForward::Beside(b) => b.linears_mut(),
-        }
-    }
-
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
     fn fused_rank(&self, x: &Tensor) -> usize {
         match self {
@@ -296,16 +280,28 @@ impl Layer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         let mut all = self.attn.linears();
-        all.extend(self.mlp.linears());
-        all.extend(self.per_layer.iter().flat_map(|p| p.linears()));
+        match &self.mlp {
+            FeedForward::Dense(b) => all.extend(b.linears()),
+            FeedForward::Mixture(b) => all.extend(b.linears()),
+            FeedForward::Beside(b) => all.extend(b.dense.linears().chain(b.mixture.linears())),
+        }
+        all.extend(self.per_layer.iter().flat_map(|p| [&p.gate, &p.projection]));
         all
     }
 
     /// Removes the adapters, and keeps the weights.
     pub fn remove_adapters(&mut self) {
-        let own = self.attn.linears_mut().into_iter();
-        let inputs = self.per_layer.iter_mut().flat_map(|p| p.linears_mut());
-        own.chain(self.mlp.linears_mut()).chain(inputs).for_each(|linear| linear.lora = None);
+        let mixer: Vec<&mut Linear> = match &mut self.attn {
+            Mixer::Attention(a) => a.linears_mut().collect(),
+            Mixer::Delta(d) => d.projections.iter_mut().chain([&mut d.out]).collect(),
+        };
+        let mlp: Vec<&mut Linear> = match &mut self.mlp {
+            FeedForward::Dense(b) => b.linears_mut().collect(),
+            FeedForward::Mixture(b) => b.linears_mut(),
+            FeedForward::Beside(b) => b.dense.linears_mut().chain(b.mixture.linears_mut()).collect(),
+        };
+        let inputs = self.per_layer.iter_mut().flat_map(|p| [&mut p.gate, &mut p.projection]);
+        mixer.into_iter().chain(mlp).chain(inputs).for_each(|linear| linear.lora = None);
     }
 
     /// Whether a matrix is 4-bit and dequantized in every product.

@@ -65,15 +65,7 @@ impl Mixer {
     pub fn linears(&self) -> Vec<&Linear> {
         match self {
             Mixer::Attention(a) => a.linears().collect(),
-            Mixer::Delta(d) => d.linears(),
-        }
-    }
-
-    /// As [`Mixer::linears`], to change them.
-    pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        match self {
-            Mixer::Attention(a) => a.linears_mut().collect(),
-            Mixer::Delta(d) => d.linears_mut(),
+            Mixer::Delta(d) => d.projections.iter().chain([&d.out]).collect(),
         }
     }
 

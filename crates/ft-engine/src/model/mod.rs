@@ -27,8 +27,8 @@ pub mod units;
 #[cfg(test)]
 pub(crate) use config::tests::tiny_qwen3_5_moe;
 pub use config::{
-    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, TOWERS, family,
-    modules, rope,
+    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, TOWERS,
+    WeightFormat, family, modules, rope,
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;

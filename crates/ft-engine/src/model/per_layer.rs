@@ -43,16 +43,6 @@ impl Saved {
 }
 
 impl PerLayer {
-    /// Gate and projection.
-    pub fn linears(&self) -> [&Linear; 2] {
-        [&self.gate, &self.projection]
-    }
-
-    /// As [`PerLayer::linears`], to change them.
-    pub fn linears_mut(&mut self) -> [&mut Linear; 2] {
-        [&mut self.gate, &mut self.projection]
-    }
-
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         Ok(Self {

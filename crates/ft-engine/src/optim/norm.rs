@@ -15,9 +15,6 @@ pub fn grad_squares(params: &Params) -> Result<f64> {
 
 /// As [`grad_squares`], by the number of the flat buffer: sums over the buffers of several stages in the order of the
 /// numbers have the bits of one stage.
-///
-/// # Errors
-/// Device errors.
 pub fn squares_by_flat(params: &Params) -> Result<Vec<(usize, f64)>> {
     let flats = params.flats.iter().enumerate().filter_map(|(i, f)| Some((i, f.as_ref()?)));
     let of = |(i, f): (usize, &FlatParam)| {

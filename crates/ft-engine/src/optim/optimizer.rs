@@ -109,9 +109,6 @@ impl Optimizer {
 
     /// Updates one buffer like [`Optimizer::step`], with gradients from `grads`, which must cover the range
     /// that this rank updates.
-    ///
-    /// # Errors
-    /// See [`Optimizer::step`].
     pub fn step_flat(
         &self,
         params: &Params,

@@ -20,7 +20,7 @@ mod tests;
 pub use crate::files::MXFP4_BLOCK;
 pub use agree::agreement;
 pub use codebook::{CodeTables, Type};
-pub use encode::{BLOCK, Encoded, Nested, lazy_nf4, scales_of};
+pub use encode::{BLOCK, Encoded, GROUP, Nested, lazy_nf4, scales_of};
 pub use error::Error;
 pub use lazy::{LazyMatrix, LazyScales, LazyVector};
 pub use merge_cost::MergeCost;

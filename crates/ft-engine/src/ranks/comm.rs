@@ -59,6 +59,9 @@ impl fmt::Display for CollectiveId {
     }
 }
 
+/// Members of a collective, in order, and its name.
+pub type Among<'a> = (&'a [usize], CollectiveId);
+
 /// Bytes of tensors received from other ranks, by the axis of the group.
 #[derive(Debug, Default)]
 pub struct Received([AtomicU64; Axis::ALL.len()]);
@@ -79,8 +82,11 @@ impl Received {
     }
 }
 
-/// One rank of a group. The collectives of a few `members`, given in order, are called by these alone; two groups never
-/// wait for one another.
+/// One rank of a group. The collectives of a few members are called by these alone; two groups never wait for one
+/// another.
+///
+/// # Errors
+/// Of every collective: a lost rank; a tensor operation that fails.
 pub trait Comm: Send + Sync {
     /// Index of this rank, from 0.
     fn rank(&self) -> usize;
@@ -89,54 +95,28 @@ pub trait Comm: Send + Sync {
     fn world(&self) -> usize;
 
     /// As [`Comm::all_gather_bytes`], among members.
-    ///
-    /// # Errors
-    /// A lost rank.
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>>;
+    fn all_gather_bytes_among(&self, at: Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>>;
 
     /// As [`Comm::reduce_scatter`], among members.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        at: Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer>;
 
     /// As [`Comm::all_gather`], among members; `ranges` are by member.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        at: Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> Result<PendingTransfer>;
 
     /// As [`Comm::exchange`], among members; peers are ranks of this group.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
-    fn exchange_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        out: &[PeerTensor],
-        into: &[PeerTensor],
-    ) -> Result<PendingTransfer>;
+    fn exchange_among(&self, at: Among, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer>;
 
     /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
     /// receives one part of the range per peer.
@@ -159,19 +139,13 @@ pub trait Comm: Send + Sync {
 
     /// All-gathers a few bytes; returns them in rank order. Without `timed` there is no timeout, for steps of
     /// unknown length such as disk access or loading a model.
-    ///
-    /// # Errors
-    /// A lost rank.
     fn all_gather_bytes(&self, at: CollectiveId, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
-        self.all_gather_bytes_among(&self.everyone(), at, mine, timed)
+        self.all_gather_bytes_among((&self.everyone(), at), mine, timed)
     }
 
     /// Reduce-scatter: starts `to += part[range]` over the parts of all ranks, in rank order. `to` is f32
     /// and has the length of `range`; each rank chooses a range. Ranks without a part pass `None`.
     /// Completes when the returned [`PendingTransfer`] is waited on.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
     fn reduce_scatter(
         &self,
         at: CollectiveId,
@@ -179,14 +153,11 @@ pub trait Comm: Send + Sync {
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer> {
-        self.reduce_scatter_among(&self.everyone(), at, part, range, to)
+        self.reduce_scatter_among((&self.everyone(), at), part, range, to)
     }
 
     /// All-gather: starts `to[ranges[r]] = mine` of rank `r`, for every `r`. `mine` must not be a view of
     /// `to`. Completes when the returned [`PendingTransfer`] is waited on.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
     fn all_gather(
         &self,
         at: CollectiveId,
@@ -194,18 +165,15 @@ pub trait Comm: Send + Sync {
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> Result<PendingTransfer> {
-        self.all_gather_among(&self.everyone(), at, mine, ranges, to)
+        self.all_gather_among((&self.everyone(), at), mine, ranges, to)
     }
 
     /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank
     /// calls it, with or without tensors. The tensors of an ordered pair of ranks have equal lengths and dtypes on both
     /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
     /// change, and those of `into` not be read, before the returned [`PendingTransfer`] has been waited on.
-    ///
-    /// # Errors
-    /// A lost rank; a tensor operation that fails.
     fn exchange(&self, at: CollectiveId, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
-        self.exchange_among(&self.everyone(), at, out, into)
+        self.exchange_among((&self.everyone(), at), out, into)
     }
 }
 
@@ -231,14 +199,9 @@ pub(super) struct ReduceScatterHeader {
 
 impl ReduceScatterHeader {
     /// The headers of all members, by member. Collective.
-    pub(super) fn all_gather(
-        &self,
-        comm: &dyn Comm,
-        members: &[usize],
-        at: CollectiveId,
-    ) -> Result<Vec<Self>> {
+    pub(super) fn all_gather(&self, comm: &dyn Comm, at: Among) -> Result<Vec<Self>> {
         let words = [u64::from(self.gives), self.range.start as u64, self.range.end as u64];
-        let all = comm.all_gather_bytes_among(members, at, bytemuck::cast_slice(&words), true)?;
+        let all = comm.all_gather_bytes_among(at, bytemuck::cast_slice(&words), true)?;
         Ok(all.iter().map(|bytes| Self::of(bytes)).collect())
     }
 
@@ -249,12 +212,9 @@ impl ReduceScatterHeader {
     }
 }
 
-/// Collectives on serializable objects, sent as JSON.
+/// Collectives on serializable objects, sent as JSON, and causes of errors.
 impl dyn Comm + '_ {
     /// All-gathers an object; returns the objects in rank order.
-    ///
-    /// # Errors
-    /// A lost rank.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(
         &self,
         at: CollectiveId,
@@ -266,17 +226,11 @@ impl dyn Comm + '_ {
 
     /// Sends an object of rank 0 to all other ranks, which call `receive_object`.
     /// There is no timeout.
-    ///
-    /// # Errors
-    /// A lost rank.
     pub fn broadcast_object<T: Serialize>(&self, at: CollectiveId, object: &T) -> Result<()> {
         self.all_gather_bytes(at, &to_json(at, object)?, false).map(drop)
     }
 
     /// Receives the object that rank 0 broadcasts; `None` if rank 0 is at a `barrier`.
-    ///
-    /// # Errors
-    /// A lost rank.
     pub fn receive_object<T: DeserializeOwned>(&self, at: CollectiveId) -> Result<Option<T>> {
         let all = self.all_gather_bytes(at, &[], false)?;
         let first = all.first().filter(|bytes| !bytes.is_empty());
@@ -284,11 +238,16 @@ impl dyn Comm + '_ {
     }
 
     /// Waits until all ranks have come, without a timeout.
-    ///
-    /// # Errors
-    /// A lost rank.
     pub fn barrier(&self, at: CollectiveId) -> Result<()> {
         self.all_gather_bytes(at, &[], false).map(drop)
+    }
+
+    /// An error of this rank, or the loss of a rank that it follows from.
+    pub fn cause(&self, e: ft_base::Error) -> ft_base::Error {
+        match (e.of::<Error>(), self.lost()) {
+            (None, Some(lost)) => lost.into(),
+            _ => e,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Groups of ranks along an axis of the mesh.
 
 use super::callbacks::Callback;
-use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received};
+use super::comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received};
 use super::mesh::{Axis, Mesh};
 use ft_base::Result;
 use ft_kernels::Tensor;
@@ -60,49 +60,36 @@ impl Comm for Group<'_> {
         self.members.len()
     }
 
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>> {
-        self.comm.all_gather_bytes_among(&self.ranks(members), self.at(at), mine, timed)
+    fn all_gather_bytes_among(&self, (members, at): Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+        self.comm.all_gather_bytes_among((&self.ranks(members), self.at(at)), mine, timed)
     }
 
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer> {
-        self.comm.reduce_scatter_among(&self.ranks(members), self.at(at), part, range, to)
+        self.comm.reduce_scatter_among((&self.ranks(members), self.at(at)), part, range, to)
     }
 
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> Result<PendingTransfer> {
-        self.comm.all_gather_among(&self.ranks(members), self.at(at), mine, ranges, to)
+        self.comm.all_gather_among((&self.ranks(members), self.at(at)), mine, ranges, to)
     }
 
-    fn exchange_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        out: &[PeerTensor],
-        into: &[PeerTensor],
-    ) -> Result<PendingTransfer> {
+    fn exchange_among(&self, at: Among, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
+        let (members, at) = at;
         let peers = |all: &[PeerTensor]| -> Vec<PeerTensor> {
             all.iter().map(|(member, t)| (self.rank_of(*member), t.clone())).collect()
         };
-        self.comm.exchange_among(&self.ranks(members), self.at(at), &peers(out), &peers(into))
+        self.comm.exchange_among((&self.ranks(members), self.at(at)), &peers(out), &peers(into))
     }
 
     fn received(&self) -> &Received {

@@ -20,7 +20,7 @@ mod sum;
 mod threads;
 
 pub(crate) use comm::words_of;
-pub use comm::{CollectiveId, Comm, Error, PeerTensor, Received};
+pub use comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received};
 pub use device::on_device;
 pub use group::Group;
 pub use mesh::{Axis, Coordinates, Mesh};

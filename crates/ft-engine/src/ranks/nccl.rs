@@ -6,7 +6,7 @@
 //! in a CUDA kernel, so results have the same bits at every ZeRO stage.
 
 use super::callbacks::Callback;
-use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader};
+use super::comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader};
 use candle_core::Device;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
@@ -45,9 +45,6 @@ struct Nccl<'a> {
 }
 
 /// Implements [`super::on_device`] for CUDA.
-///
-/// # Errors
-/// See [`super::on_device`].
 pub fn with<R>(
     host: &dyn Comm,
     device: &Device,
@@ -65,10 +62,7 @@ pub fn with<R>(
         outcome.map_err(|e| all.explain(e))
     });
     // Device errors after an abort are a consequence; report the cause.
-    outcome.map_err(|e| match (e.of::<Error>(), host.lost()) {
-        (None, Some(lost)) => lost.into(),
-        _ => e,
-    })
+    outcome.map_err(|e| host.cause(e))
 }
 
 /// Creates the NCCL communicator together with all ranks.
@@ -141,31 +135,24 @@ impl Comm for Nccl<'_> {
         self.host.world()
     }
 
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes_among(&self, at: Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
         self.check()?;
-        self.host.all_gather_bytes_among(members, at, mine, timed)
+        self.host.all_gather_bytes_among(at, mine, timed)
     }
 
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         if to.real()?.device().is_cpu() {
-            return self.host.reduce_scatter_among(members, at, part, range, to);
+            return self.host.reduce_scatter_among((members, at), part, range, to);
         }
         let others = self.others(members);
         let own = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
-        let said = own.all_gather(self, members, at)?;
+        let said = own.all_gather(self, (members, at))?;
         self.received().count(at, size_of::<f32>() * range.len() * others.len());
         let (n, mut out, mut into) = (range.len(), Vec::new(), Vec::new());
         if let Some(part) = &part {
@@ -203,17 +190,16 @@ impl Comm for Nccl<'_> {
 
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         let all = to.real()?;
         if all.device().is_cpu() {
-            return self.host.all_gather_among(members, at, mine, ranges, to);
+            return self.host.all_gather_among((members, at), mine, ranges, to);
         }
-        self.all_gather_bytes_among(members, at, &[], true)?;
+        self.all_gather_bytes_among((members, at), &[], true)?;
         let (others, size) = (self.others(members), all.dtype().size_in_bytes());
         let part = |member: usize| -> candle_core::Result<Option<Real>> {
             let range = ranges.get(member).filter(|range| !range.is_empty());
@@ -247,20 +233,15 @@ impl Comm for Nccl<'_> {
         Ok(PendingTransfer::of(flight, vec![mine, to.clone()], crossed, None))
     }
 
-    fn exchange_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        out: &[PeerTensor],
-        into: &[PeerTensor],
-    ) -> Result<PendingTransfer> {
+    fn exchange_among(&self, at: Among, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
+        let (members, at) = at;
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for (all, real) in [(out, &mut from), (into, &mut to)] {
             for (r, t) in all.iter().filter(|(_, t)| t.elem_count() > 0) {
                 real.push((*r, t.real()?.clone()));
             }
         }
-        self.all_gather_bytes_among(members, at, &[], true)?;
+        self.all_gather_bytes_among((members, at), &[], true)?;
         if from.is_empty() && to.is_empty() {
             return Ok(PendingTransfer::over());
         }

@@ -4,7 +4,7 @@
 //! not stall computation. Each ordered pair of ranks has a mailbox; a collective waits for its members only.
 
 use super::callbacks::{Callback, call_all};
-use super::comm::{CollectiveId, Comm, Error, PeerTensor, Received};
+use super::comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received};
 use super::mesh::Mesh;
 use super::sum;
 use ft_base::Result;
@@ -188,13 +188,8 @@ impl Threads {
     }
 
     /// Gives `mine` to the other members and waits for theirs; returns all by member.
-    fn meet(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: Message,
-        timeout: Option<Duration>,
-    ) -> Result<Vec<Message>, Error> {
+    fn meet(&self, at: Among, mine: Message, timeout: Option<Duration>) -> Result<Vec<Message>, Error> {
+        let (members, at) = at;
         let others: Vec<usize> = members.iter().copied().filter(|r| *r != self.rank).collect();
         self.give(at, others.iter().map(|r| (*r, mine.clone())))?;
         let mut all = self.take(at, &others, timeout)?;
@@ -207,15 +202,15 @@ impl Threads {
     /// released `mine`.
     fn with_tensors(
         &self,
-        (members, at): (&[usize], CollectiveId),
+        at: Among,
         mine: Option<Tensor>,
         f: impl FnOnce(&[Message]) -> Result<()>,
     ) -> Result<()> {
         let timeout = Some(self.group.timeout);
-        let all = self.meet(members, at, Message::Tensor(mine.clone()), timeout)?;
+        let all = self.meet(at, Message::Tensor(mine.clone()), timeout)?;
         f(&all)?;
         drop(all);
-        self.meet(members, at, Message::Bytes(Vec::new()), timeout)?;
+        self.meet(at, Message::Bytes(Vec::new()), timeout)?;
         // Freed by the thread that has allocated it: memory is counted by rank.
         drop(mine);
         Ok(())
@@ -246,23 +241,16 @@ impl Comm for Threads {
         self.group.world
     }
 
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes_among(&self, at: Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
         let timeout = timed.then_some(self.group.timeout);
-        let all = self.meet(members, at, Message::Bytes(mine.to_vec()), timeout)?;
+        let all = self.meet(at, Message::Bytes(mine.to_vec()), timeout)?;
         let bytes = |c: Message| if let Message::Bytes(b) = c { b } else { Vec::new() };
         Ok(all.into_iter().map(bytes).collect())
     }
 
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
@@ -288,8 +276,7 @@ impl Comm for Threads {
 
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
@@ -307,13 +294,8 @@ impl Comm for Threads {
         Ok(PendingTransfer::over())
     }
 
-    fn exchange_among(
-        &self,
-        _: &[usize],
-        at: CollectiveId,
-        out: &[PeerTensor],
-        into: &[PeerTensor],
-    ) -> Result<PendingTransfer> {
+    fn exchange_among(&self, at: Among, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
+        let (_, at) = at;
         let timeout = Some(self.group.timeout);
         self.give(at, out.iter().map(|(to, t)| (*to, Message::Tensor(Some(t.clone())))))?;
         for (from, to) in into {

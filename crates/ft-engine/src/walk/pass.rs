@@ -1,7 +1,8 @@
-//! A micro-batch in training: up through the units of a rank, the head, and down again.
+//! A micro-batch: up through the units of a rank, the head, and in training down again.
 
 use super::idle::IdleState;
 use super::routing::Routing;
+use super::stage::StageExchange;
 use super::times::Part;
 use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
@@ -28,18 +29,15 @@ struct Saved {
 }
 
 /// Starts the transfer of the next layer input needed in the backward pass.
-fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
-    match kept.last_mut() {
-        Some(Some(next)) => next.x.prefetch(device),
-        _ => Ok(()),
-    }
+fn prefetch(kept: &mut [Saved], device: &Device) -> Result<()> {
+    kept.last_mut().map_or(Ok(()), |next| next.x.prefetch(device))
 }
 
 /// State of a micro-batch after forward, for backward.
 pub struct Pass<'a> {
     pub(super) visits: Visits<'a>,
-    /// State of each layer passed upwards, from the bottom; `None` below the lowest trained unit.
-    kept: Vec<Option<Saved>>,
+    /// State of each layer passed upwards, from the lowest trained one.
+    kept: Vec<Saved>,
     /// Routing decisions.
     pub routing: Routing,
     /// State between layers.
@@ -55,6 +53,11 @@ impl<'a> Pass<'a> {
         &self.shared_state
     }
 
+    fn new(visits: Visits<'a>) -> Self {
+        let (routing, shared_state) = (Routing::default(), Arc::default());
+        Self { visits, kept: Vec::new(), routing, shared_state, idle: Vec::new() }
+    }
+
     /// Begins the pass of a micro-batch down to unit `lowest`.
     ///
     /// # Errors
@@ -63,7 +66,7 @@ impl<'a> Pass<'a> {
         let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
         let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
         let kept = Vec::with_capacity(decoder.units.own_layers().len());
-        Ok(Self { visits, kept, routing: Routing::default(), shared_state: Arc::default(), idle: Vec::new() })
+        Ok(Self { kept, ..Self::new(visits) })
     }
 }
 
@@ -89,21 +92,6 @@ impl<'a> Walk<'a> {
             Offloaded::here(x.clone())
         };
         Ok(Some(Saved { x, level, rest }))
-    }
-
-    /// Runs layer `l` forward and records its routing.
-    pub(super) fn layer(
-        &self,
-        l: usize,
-        x: &Tensor,
-        context: &Context<'_>,
-        routing: &mut Routing,
-    ) -> Result<(Tensor, layer::Saved)> {
-        let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
-        if let Some(routed) = saved.routed() {
-            routing.note(l, routed, (self.router_losses, context.has_placeholder_row()))?;
-        }
-        Ok((y, saved))
     }
 
     /// Forward pass of embedding and layers: returns the hidden states `[t, d]` above them. `below` are those below
@@ -132,11 +120,14 @@ impl<'a> Walk<'a> {
         };
         for l in decoder.units.own_layers() {
             self.start_visit(&pass.visits)?;
-            let (y, saved) = self.layer(l, &x, &context, &mut pass.routing)?;
-            if let Some(Some(below)) = pass.kept.last_mut() {
+            let (y, saved) = decoder.layers[l].forward(&x, &context, None, None)?;
+            if let Some(routed) = saved.routed() {
+                pass.routing.note(l, routed, (self.router_losses, context.has_placeholder_row()))?;
+            }
+            if let Some(below) = pass.kept.last_mut() {
                 below.x.release()?;
             }
-            pass.kept.push(self.keep(l, &x, saved)?);
+            pass.kept.extend(self.keep(l, &x, saved)?);
             x = y;
             pass.visits.end_visit()?;
         }
@@ -192,7 +183,7 @@ impl<'a> Walk<'a> {
             let is_here = |b: &usize| own.contains(b) && Some(b + 1) >= self.lowest;
             let below = l.checked_sub(1).filter(is_here).map(|b| &decoder.layers[b]);
             let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &context));
-            let Some(Some(Saved { x, level, rest })) = pass.kept.pop() else { return Ok(None) };
+            let Some(Saved { x, level, rest }) = pass.kept.pop() else { return Ok(None) };
             self.start_visit(&pass.visits)?;
             let x = x.take(device)?;
             prefetch(&mut pass.kept, device)?;
@@ -250,4 +241,81 @@ impl<'a> Walk<'a> {
         self.routing = pass.routing;
         Ok(out.losses)
     }
+
+    /// Forward pass to the final hidden states `[t, d]`, then `head` on them; `None` on a stage without the head.
+    /// Of a walk without a lowest unit: with one, activations would be kept.
+    fn forward<R>(
+        &mut self,
+        batch: &Batch,
+        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
+    ) -> ft_base::Result<Option<R>> {
+        let outcome = self.forward_all(batch, head);
+        outcome.map_err(|e| self.cause(e))
+    }
+
+    fn forward_all<R>(
+        &mut self,
+        batch: &Batch,
+        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
+    ) -> ft_base::Result<Option<R>> {
+        let decoder = self.decoder;
+        let mut pass = Pass::new(Visits::begin(Outline::of(decoder).forward(), self.hooks)?);
+        let below = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
+            Some(stage) => {
+                let mut came = stage.receive(batch.rows())?;
+                let x = came.remove(0);
+                stage.boundary(false).set_forward_tensors(&pass.shared_state, came)?;
+                Some(x)
+            }
+            None => None,
+        };
+        let x = self.forward_layers(&mut pass, batch, below)?;
+        self.routing = pass.routing;
+        if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
+            let mut out = vec![x];
+            out.extend(stage.boundary(true).forward_tensors(&pass.shared_state)?);
+            stage.exchange(true, StageExchange { out: Some(out), into: None })?;
+            return Ok(None);
+        }
+        self.start_visit(&pass.visits)?;
+        let out = head(self, &x)?;
+        pass.visits.end_visit()?;
+        Ok(Some(out))
+    }
+
+    /// Final hidden states `[t, d]`, the input of the head. Of a whole model.
+    pub fn hidden(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
+        self.forward(batch, |_, x| Ok(x.clone()))?.ok_or_else(no_head)
+    }
+
+    /// Loss of each target, forward only; none on a stage without the head.
+    pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
+        let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
+        let out = self.forward(batch, losses)?.unwrap_or_default();
+        self.divergences = out.divergences;
+        Ok(out.losses)
+    }
+
+    /// The most probable tokens at each target: see [`Head::top`](crate::model::head::Head::top).
+    pub fn top(&mut self, batch: &Batch, most: (usize, usize)) -> ft_base::Result<Vec<Vec<(u32, f32)>>> {
+        Ok(self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))?.unwrap_or_default())
+    }
+
+    /// Logits of every token, `[t, v]` in f32.
+    pub fn logits(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
+        self.stage_logits(batch)?.ok_or_else(no_head)
+    }
+
+    /// As [`Walk::logits`], with all stages; `None` on a stage without the head.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn stage_logits(&mut self, batch: &Batch) -> ft_base::Result<Option<Tensor>> {
+        self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
+    }
+}
+
+/// A pass asked for the head's output of a stage without the head.
+fn no_head() -> ft_base::Error {
+    candle_core::Error::Msg("a stage without the head: a bug in ft".into()).into()
 }

@@ -97,7 +97,7 @@ impl<'a> Stage<'a> {
         let (members, peer, at) = self.with(above);
         let piece = |t: &Tensor| -> candle_core::Result<_> { Ok((peer, t.contiguous()?.flatten_all()?)) };
         let pieces = |all: &[Tensor]| all.iter().map(piece).collect::<candle_core::Result<Vec<_>>>();
-        Ok(self.group.exchange_among(&members, at, &pieces(out)?, &pieces(into)?)?.wait()?)
+        Ok(self.group.exchange_among((&members, at), &pieces(out)?, &pieces(into)?)?.wait()?)
     }
 
     /// Passes the logits of a token, `[v]` in f32, from the last stage (`own`) to the first. Collective of these two;
@@ -113,7 +113,7 @@ impl<'a> Stage<'a> {
             _ => return Ok(None),
         };
         let at = CollectiveId::all("the logits of a token");
-        self.group.exchange_among(&[0, last], at, &give, &take)?.wait()?;
+        self.group.exchange_among((&[0, last], at), &give, &take)?.wait()?;
         Ok(take.into_iter().next().map(|(_, logits)| logits))
     }
 
@@ -123,7 +123,7 @@ impl<'a> Stage<'a> {
     /// A lost rank.
     pub fn words(&self, above: bool, own: &[u64]) -> ft_base::Result<Vec<u64>> {
         let (members, _, at) = self.with(above);
-        let mut all = self.group.all_gather_bytes_among(&members, at, bytemuck::cast_slice(own), true)?;
+        let mut all = self.group.all_gather_bytes_among((&members, at), bytemuck::cast_slice(own), true)?;
         let theirs = if above { all.pop() } else { (!all.is_empty()).then(|| all.swap_remove(0)) };
         Ok(words_of(&theirs.unwrap_or_default()).collect())
     }

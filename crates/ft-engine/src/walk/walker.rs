@@ -2,18 +2,16 @@
 
 use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
-use super::stage::StageExchange;
 use super::times::{Part, Times};
-use super::visit::{Hooks, NoHooks, Outline, Visits};
+use super::visit::{Hooks, NoHooks, Visits};
+use crate::model::Decoder;
 use crate::model::head::{Head, Objective};
 use crate::model::layer::{Layer, Level};
-use crate::model::{Batch, Decoder};
 use crate::ranks::Comm;
 use candle_core::Result;
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::Groups;
-use std::sync::Arc;
 
 /// For a recomputed layer with 4-bit weights: a copy with dequantized weights, if `dequantize` is per layer.
 pub fn dequantized_layer(
@@ -101,9 +99,9 @@ impl<'a> Walk<'a> {
         self
     }
 
-    /// Weighs the losses of [`Walk::train`] by an objective, in place of the batch's weights.
-    pub fn objective(mut self, objective: &'a mut Objective<'a>) -> Self {
-        self.objective = Some(objective);
+    /// Weighs the losses of [`Walk::train`] by an objective, if any, in place of the batch's weights.
+    pub fn objective(mut self, objective: Option<&'a mut Objective<'a>>) -> Self {
+        self.objective = objective;
         self
     }
 
@@ -181,93 +179,4 @@ impl<'a> Walk<'a> {
     pub(super) fn cause(&self, e: ft_base::Error) -> ft_base::Error {
         self.hooks.experts().and_then(Comm::lost).map_or(e, Into::into)
     }
-
-    /// Forward pass to the final hidden states `[t, d]`, then `head` on them; `None` on a stage without the head.
-    fn forward<R>(
-        &mut self,
-        batch: &Batch,
-        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<Option<R>> {
-        let outcome = self.forward_all(batch, head);
-        outcome.map_err(|e| self.cause(e))
-    }
-
-    fn forward_all<R>(
-        &mut self,
-        batch: &Batch,
-        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<Option<R>> {
-        let decoder = self.decoder;
-        let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
-        let shared_state = Arc::default();
-        let context = batch.context.for_pass(&shared_state, self.hooks.experts());
-        let mut routing = Routing::default();
-        let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
-            Some(stage) => {
-                let mut came = stage.receive(batch.rows())?;
-                let x = came.remove(0);
-                stage.boundary(false).set_forward_tensors(&shared_state, came)?;
-                x
-            }
-            None => {
-                self.start_visit(&pass)?;
-                let x = decoder.embedding.forward(&batch.ids)?;
-                decoder.embedding.begin(&x, &batch.ids, &context)?;
-                pass.end_visit()?;
-                x
-            }
-        };
-        for l in decoder.units.own_layers() {
-            self.start_visit(&pass)?;
-            x = self.layer(l, &x, &context, &mut routing)?.0;
-            pass.end_visit()?;
-        }
-        self.routing = routing;
-        if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
-            let mut out = vec![x];
-            out.extend(stage.boundary(true).forward_tensors(&shared_state)?);
-            stage.exchange(true, StageExchange { out: Some(out), into: None })?;
-            return Ok(None);
-        }
-        self.start_visit(&pass)?;
-        let out = head(self, &x)?;
-        pass.end_visit()?;
-        Ok(Some(out))
-    }
-
-    /// Final hidden states `[t, d]`, the input of the head. Of a whole model.
-    pub fn hidden(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
-        self.forward(batch, |_, x| Ok(x.clone()))?.ok_or_else(no_head)
-    }
-
-    /// Loss of each target, forward only; none on a stage without the head.
-    pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
-        let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
-        let out = self.forward(batch, losses)?.unwrap_or_default();
-        self.divergences = out.divergences;
-        Ok(out.losses)
-    }
-
-    /// The most probable tokens at each target: see [`Head::top`].
-    pub fn top(&mut self, batch: &Batch, most: (usize, usize)) -> ft_base::Result<Vec<Vec<(u32, f32)>>> {
-        Ok(self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))?.unwrap_or_default())
-    }
-
-    /// Logits of every token, `[t, v]` in f32.
-    pub fn logits(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
-        self.stage_logits(batch)?.ok_or_else(no_head)
-    }
-
-    /// As [`Walk::logits`], with all stages; `None` on a stage without the head.
-    ///
-    /// # Errors
-    /// A lost rank; device errors.
-    pub fn stage_logits(&mut self, batch: &Batch) -> ft_base::Result<Option<Tensor>> {
-        self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
-    }
-}
-
-/// A pass asked for the head's output of a stage without the head.
-fn no_head() -> ft_base::Error {
-    candle_core::Error::Msg("a stage without the head: a bug in ft".into()).into()
 }

@@ -11,6 +11,8 @@
 //! Requires a C++17 compiler (`CXX`, or `c++`) with sanitizers, on x86-64. Not covered: performance, and
 //! kernels rejected by a real driver or memory model.
 
+use crate::{Real, Tensor};
+use candle_core::{DType, Device, Result, Shape};
 use rayon::prelude::*;
 use std::ffi::OsStr;
 use std::io::{Read, Write};
@@ -130,6 +132,18 @@ impl From<f32> for Argument<'_> {
     fn from(x: f32) -> Self {
         Argument::Value(x.to_le_bytes().to_vec())
     }
+}
+
+/// Raw bytes of a tensor's values.
+pub fn bytes(t: &Tensor) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    crate::bytes::put(&t.contiguous()?, 0..t.elem_count(), &mut out)?;
+    Ok(out)
+}
+
+/// Inverse of [`bytes`].
+pub fn tensor(bytes: &[u8], shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Real::from_raw_buffer(bytes, dtype, shape.into().dims(), &Device::Cpu).map(Tensor::Real)
 }
 
 /// The kernels of one source, ready to launch.

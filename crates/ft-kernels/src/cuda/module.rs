@@ -1,8 +1,9 @@
 //! Compiled kernels: the output of build.rs for each CUDA source, loaded once per device.
 
+use super::staging::Each;
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaModule, DriverError};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::cuda_backend::{CudaDevice, DeviceId};
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,7 +28,7 @@ struct Loaded {
 }
 
 /// One lock per device: loading may wait for the device, which may wait for another device's rank.
-static LOADED: Mutex<Option<HashMap<DeviceId, Arc<Mutex<Loaded>>>>> = Mutex::new(None);
+static LOADED: Each<Mutex<Loaded>> = Each::new();
 
 impl Module {
     /// Loads a kernel with its module, from the machine code for the device. Without any, or if the driver is older
@@ -59,10 +60,7 @@ impl Module {
     /// No such kernel, or device and driver support neither the machine code nor the PTX.
     pub fn function(&self, device: &CudaDevice, kernel: &str) -> candle_core::Result<CudaFunction> {
         let at = self.name;
-        let loaded = {
-            let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(all.get_or_insert_default().entry(device.id()).or_default())
-        };
+        let loaded = LOADED.of(device.id(), || Ok(Mutex::default()))?;
         let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(f) = loaded.functions.get(&at).and_then(|all| all.get(kernel)) {
             return Ok(f.clone());

@@ -50,23 +50,20 @@ pub fn add(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::check::values;
     use candle_core::Device;
     use ft_base::rng::Purpose;
-
-    fn values(t: &Tensor) -> Result<Vec<f32>> {
-        t.to_dtype(DType::F32)?.real()?.flatten_all()?.to_vec1()
-    }
 
     #[test]
     fn noise_is_uniform_within_the_bound_of_each_document() -> Result<()> {
         let (s, d) = (Stream::new(5, Purpose::Noise, 3, 0), 30);
         let docs = [400, 25];
         let x = Tensor::zeros((425, d), DType::F32, &Device::Cpu)?;
-        let got = values(&add(&x, s, (0, None), &docs, 5.0)?)?;
+        let got = values(&add(&x, s, (0, None), &docs, 5.0)?);
         let (mut at, mut most) = (0, 0f64);
         for n in docs {
             let bound = 5.0 / ((n * d) as f64).sqrt();
-            let part: Vec<f64> = got[at * d..][..n * d].iter().map(|v| f64::from(*v)).collect();
+            let part = &got[at * d..][..n * d];
             let count = part.len() as f64;
             let mean = part.iter().sum::<f64>() / count;
             let square = part.iter().map(|v| v * v).sum::<f64>() / count;
@@ -89,10 +86,10 @@ mod tests {
     fn any_split_into_micro_batches_draws_the_same() -> Result<()> {
         let s = Stream::new(5, Purpose::Noise, 3, 0);
         let x = |n| Tensor::ones((n, 7), DType::BF16, &Device::Cpu);
-        let whole = values(&add(&x(12)?, s, (0, None), &[5, 7], 2.0)?)?;
-        let tail = values(&add(&x(7)?, s, (5, None), &[7], 2.0)?)?;
+        let whole = values(&add(&x(12)?, s, (0, None), &[5, 7], 2.0)?);
+        let tail = values(&add(&x(7)?, s, (5, None), &[7], 2.0)?);
         assert_eq!(whole[35..], tail[..]);
-        let listed = values(&add(&x(3)?, s, (0, Some(&[11, 0, 6])), &[5, 7], 2.0)?)?;
+        let listed = values(&add(&x(3)?, s, (0, Some(&[11, 0, 6])), &[5, 7], 2.0)?);
         assert_eq!(listed, [&whole[77..84], &whole[0..7], &whole[42..49]].concat());
         assert!(add(&x(7)?, s, (0, None), &[6], 2.0).is_err());
         Ok(())

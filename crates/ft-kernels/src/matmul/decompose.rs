@@ -149,6 +149,7 @@ fn first(left: DMatrix<f64>, mut values: Vec<f64>, right: DMatrix<f64>, rank: us
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::check::on;
     use ft_base::rng::Purpose;
 
     /// A matrix with random singular vectors and the singular values 1, 1/2, 1/4, ...
@@ -217,11 +218,8 @@ mod tests {
     fn threads_change_no_bit() {
         let values = decaying(600, 320, 30);
         let m = Matrix::new(&values, (600, 320)).expect("a matrix");
-        let run = |threads| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            pool.install(|| m.largest(4, Stream::new(0, Purpose::Test, 0, 9)).expect("factors"))
-        };
-        let (a, b) = (run(1), run(3));
+        let run = || m.largest(4, Stream::new(0, Purpose::Test, 0, 9)).expect("factors");
+        let (a, b) = (on(1, run), on(3, run));
         assert!(a.left == b.left && a.right == b.right && a.values == b.values);
     }
 }

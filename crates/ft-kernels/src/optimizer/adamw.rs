@@ -2,7 +2,7 @@
 
 use super::cuda;
 use super::draws::{Draws, Stored, on_stored};
-use super::settings::{AdamW, CHUNK, PIECE, by_pieces};
+use super::settings::{AdamW, CHUNK, PIECE};
 use crate::Tensor;
 use crate::cpu::{each, in_place, is_cpu, narrow, vectorised, view};
 use candle_core::{DType, Result};
@@ -32,8 +32,9 @@ pub fn adamw_rounded(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &Adam
 /// Copies the new weights to `copy`, if given.
 pub(super) fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     let Some(copy) = copy else { return Ok(()) };
-    by_pieces(p.elem_count(), PIECE, &|start, len| {
-        copy.slice_set(&p.narrow(0, start, len)?.to_dtype(copy.dtype())?, 0, start)
+    let n = p.elem_count();
+    (0..n).step_by(PIECE).try_for_each(|start| {
+        copy.slice_set(&p.narrow(0, start, PIECE.min(n - start))?.to_dtype(copy.dtype())?, 0, start)
     })
 }
 

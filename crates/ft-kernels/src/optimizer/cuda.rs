@@ -18,16 +18,21 @@ const VECTOR: usize = 4;
 const BLOCKS: usize = 1024;
 const EACH: usize = 16;
 
-/// Pushes the hyperparameters of an update, for 8-bit moments with the decay rate of the first.
-fn numbers<'a>(launch: Launch<'a>, k: &AdamW, eight_bit: bool) -> Result<Launch<'a>> {
+/// Launches an update of `n` values: pushes the hyperparameters, for 8-bit moments with the decay rate of the first.
+fn update(launch: Launch<'_>, n: usize, k: &AdamW, eight_bit: bool) -> Result<()> {
     let [b1, b2] = k.betas;
     let mut launch = launch.with(args![k.grad_scale as f32])?;
     if eight_bit {
         launch = launch.with(args![b1 as f32])?;
     }
     let launch = launch.with(args![(1.0 - b1) as f32, b2 as f32, (1.0 - b2) as f32])?;
-    let decay = 1.0 - k.lr * k.weight_decay;
-    launch.with(args![decay as f32, k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32])
+    let (decay, step) = (1.0 - k.lr * k.weight_decay, k.lr_over_bias());
+    let launch = launch.with(args![decay as f32, step as f32, k.sqrt_bias2() as f32, k.eps as f32])?;
+    let per_block = if eight_bit { BLOCK * QUANTIZED } else { VECTOR * THREADS };
+    // SAFETY: the callers checked that all buffers have n values; they are f32, except for 16-bit weights or the copy,
+    // whose dtype selects the kernel, and for codes in u8, with one scale per quantization block; the two maps have 256
+    // entries each; the grid covers all values.
+    unsafe { launch.run(Grid::new(n.div_ceil(per_block), THREADS as u32)) }
 }
 
 /// Pushes codes and scales of both moments.
@@ -52,11 +57,7 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
         return Ok(());
     }
     let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw")?;
-    let launch = launch.with(args![p, m, v, g, copy, n as u64])?;
-    let launch = numbers(launch, k, false)?;
-    // SAFETY: all buffers have n values; they are f32, except for the copy, whose dtype selects the
-    // kernel.
-    unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
+    update(launch.with(args![p, m, v, g, copy, n as u64])?, n, k, false)
 }
 
 /// Like [`adamw`] with 8-bit moments: one warp per quantization block.
@@ -70,11 +71,7 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     }
     let launch =
         Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?.with(args![p])?;
-    let launch = coded(launch, m)?.with(args![g, copy, &m.maps, n as u64])?;
-    let launch = numbers(launch, k, true)?;
-    // SAFETY: all buffers have n values; codes are u8, with one scale per block; the two maps have 256
-    // entries each; the grid covers all quantization blocks.
-    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK * QUANTIZED), THREADS as u32)) }
+    update(coded(launch, m)?.with(args![g, copy, &m.maps, n as u64])?, n, k, true)
 }
 
 /// Like [`adamw`] for 16-bit weights without an f32 master copy.
@@ -88,10 +85,7 @@ pub fn adamw_rounded([p, m, v, g]: [&Tensor; 4], draws: Draws, k: &AdamW) -> Res
     }
     let launch =
         Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw_rounded")?.with(args![p, m, v, g, n as u64])?;
-    let launch = numbers(drawn(launch, draws)?, k, false)?;
-    // SAFETY: all buffers have n values; the weights' dtype selects the kernel, moments and gradients are
-    // f32.
-    unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
+    update(drawn(launch, draws)?, n, k, false)
 }
 
 /// Like [`adamw8bit`] for 16-bit weights without an f32 master copy.
@@ -105,11 +99,7 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
     }
     let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?.with(args![p])?;
     let launch = coded(launch, m)?.with(args![g, &m.maps, n as u64])?;
-    let launch = numbers(drawn(launch, draws)?, k, true)?;
-    // SAFETY: all buffers have n values; the weights' dtype selects the kernel, gradients are f32, codes
-    // u8 with one scale per block; the two maps have 256 entries each; the grid covers all quantization
-    // blocks.
-    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK * QUANTIZED), THREADS as u32)) }
+    update(drawn(launch, draws)?, n, k, true)
 }
 
 /// Rounds f32 values stochastically to 16 bits.

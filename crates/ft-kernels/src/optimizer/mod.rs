@@ -18,7 +18,7 @@ pub use adamw8bit::{adamw8bit, adamw8bit_rounded};
 pub use draws::Draws;
 pub use eight_bit::{BLOCK, EightBit, SMALLEST, ZERO, maps};
 pub use rounding::round;
-pub use settings::{AdamW, PIECE, by_pieces};
+pub use settings::{AdamW, PIECE};
 pub use squares::{Squares, finite, sum_squares};
 
 #[cfg(all(test, target_arch = "x86_64"))]

@@ -44,7 +44,7 @@ fn round_cpu<T: Stored>(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()
 mod tests {
     use super::super::draws::Words;
     use super::*;
-    use crate::check::{randn, values};
+    use crate::check::{on, randn, values};
     use candle_core::Device;
     use ft_base::rng::{Purpose, Stream};
     use half::{bf16, f16};
@@ -152,8 +152,7 @@ mod tests {
         for dtype in [DType::BF16, DType::F16] {
             let rounded = |pieces: &[usize], threads: usize| -> Result<Vec<f64>> {
                 let to = Tensor::zeros(n, dtype, &Device::Cpu)?;
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-                pool.map_err(candle_core::Error::wrap)?.install(|| {
+                on(threads, || {
                     let mut at = 0;
                     for len in pieces {
                         let draws = Draws::new(7, 3, 2, 256 + at);

@@ -1,6 +1,4 @@
-//! Hyperparameters, and the pieces of a pass.
-
-use candle_core::Result;
+//! Hyperparameters, and the sizes of a pass.
 
 /// Elements per task. Constant, to fix the order of sums.
 pub(super) const CHUNK: usize = 16 * 1024;
@@ -32,9 +30,4 @@ impl AdamW {
     pub(super) fn sqrt_bias2(&self) -> f64 {
         (1.0 - self.betas[1].powf(self.t as f64)).sqrt()
     }
-}
-
-/// Calls `f` with the start and length of each piece of `n` values.
-pub fn by_pieces(n: usize, piece: usize, f: &dyn Fn(usize, usize) -> Result<()>) -> Result<()> {
-    (0..n).step_by(piece.max(1)).try_for_each(|start| f(start, piece.max(1).min(n - start)))
 }

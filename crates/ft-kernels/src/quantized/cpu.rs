@@ -19,24 +19,18 @@ const TILE: usize = 1 << 17;
 /// Minimum result columns per tile; multiples of 64 keep the tiles of backward on block boundaries.
 const NARROWEST: usize = 64;
 
-/// Scales as CPU views.
-enum HostScales<'a> {
-    Plain(View<'a, f32>),
-    Nested { codes: Bytes<'a>, map: View<'a, f32>, absmax: View<'a, f32>, group: usize, offset: f32 },
-}
-
 /// A matrix as CPU views.
 struct Host<'a> {
     packed: Bytes<'a>,
-    scales: HostScales<'a>,
+    scales: Scales<Bytes<'a>, View<'a, f32>>,
     w: &'a QuantizedMatrix,
 }
 
 impl<'a> Host<'a> {
     fn of(w: &'a QuantizedMatrix) -> Result<Self> {
         let scales = match &w.scales {
-            Scales::Plain(s) => HostScales::Plain(view(s)?),
-            Scales::Nested { codes, map, absmax, group, offset } => HostScales::Nested {
+            Scales::Plain(s) => Scales::Plain(view(s)?),
+            Scales::Nested { codes, map, absmax, group, offset } => Scales::Nested {
                 codes: Bytes::of(codes)?,
                 map: view(map)?,
                 absmax: view(absmax)?,
@@ -51,10 +45,14 @@ impl<'a> Host<'a> {
         Slices {
             packed: &self.packed,
             scales: match &self.scales {
-                HostScales::Plain(s) => ScaleSlices::Plain(s),
-                HostScales::Nested { codes, map, absmax, group, offset } => {
-                    ScaleSlices::Nested { codes, map, absmax, group: *group, offset: *offset }
-                }
+                Scales::Plain(s) => Scales::Plain(&s[..]),
+                Scales::Nested { codes, map, absmax, group, offset } => Scales::Nested {
+                    codes: &codes[..],
+                    map: &map[..],
+                    absmax: &absmax[..],
+                    group: *group,
+                    offset: *offset,
+                },
             },
             code: &self.w.book.code,
             block: self.w.block,
@@ -63,17 +61,11 @@ impl<'a> Host<'a> {
     }
 }
 
-#[derive(Clone, Copy)]
-enum ScaleSlices<'a> {
-    Plain(&'a [f32]),
-    Nested { codes: &'a [u8], map: &'a [f32], absmax: &'a [f32], group: usize, offset: f32 },
-}
-
 /// Borrowed slices for worker threads.
 #[derive(Clone, Copy)]
 struct Slices<'a> {
     packed: &'a [u8],
-    scales: ScaleSlices<'a>,
+    scales: Scales<&'a [u8], &'a [f32]>,
     code: &'a [f32; 16],
     block: usize,
     round: [DType; 2],
@@ -83,8 +75,8 @@ impl Slices<'_> {
     #[inline]
     fn scale(&self, b: usize) -> f32 {
         match self.scales {
-            ScaleSlices::Plain(s) => s[b],
-            ScaleSlices::Nested { codes, map, absmax, group, offset } => {
+            Scales::Plain(s) => s[b],
+            Scales::Nested { codes, map, absmax, group, offset } => {
                 map[codes[b] as usize] * absmax[b / group] + offset
             }
         }

@@ -5,9 +5,9 @@ use super::tests::{Made, bits, made};
 use super::tiles::{FEW, ROWS, Tile, name};
 use super::*;
 use crate::check::{distance, randn, values};
-use crate::cuda::host_tests::{Argument, Served, Watched};
+use crate::cuda::host_tests::{Argument, Served, Watched, bytes, tensor};
 use crate::{Tensor, gemm, padded};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 
 /// The two kinds of checks on memory accesses.
 const HOW: [Watched; 2] = [Watched::Bounds, Watched::Accesses];
@@ -74,17 +74,6 @@ fn dequantize(
     rest.extend([Argument::from(stride as u64), Argument::from(at as u64)]);
     rest.push(Argument::Out(rows * apart * size));
     launch(to, m, &kernel, tile.blocks(n * cols), skew, rest)
-}
-
-/// A tensor's values as raw bytes.
-fn bytes(t: &Tensor) -> Result<Vec<u8>> {
-    let mut out = Vec::new();
-    crate::bytes::put(&t.contiguous()?, 0..t.elem_count(), &mut out)?;
-    Ok(out)
-}
-
-fn tensor(bytes: &[u8], shape: (usize, usize), dtype: DType) -> Result<Tensor> {
-    crate::Real::from_raw_buffer(bytes, dtype, &[shape.0, shape.1], &Device::Cpu).map(Tensor::Real)
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];

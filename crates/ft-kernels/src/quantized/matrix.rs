@@ -22,19 +22,19 @@ impl Codebook {
     }
 }
 
-/// Scales of the quantization blocks.
-#[derive(Clone, Debug)]
-pub enum Scales {
+/// Scales of the quantization blocks: tensors, or their values on the CPU.
+#[derive(Clone, Copy, Debug)]
+pub enum Scales<B = Tensor, F = Tensor> {
     /// `[blocks]`, f32.
-    Plain(Tensor),
+    Plain(F),
     /// Double quantization: `map[codes[b]] * absmax[b / group] + offset`.
     Nested {
         /// `[blocks]`, u8.
-        codes: Tensor,
+        codes: B,
         /// `[256]`, f32.
-        map: Tensor,
+        map: F,
         /// `[groups]`, f32.
-        absmax: Tensor,
+        absmax: F,
         /// Scales per group.
         group: usize,
         /// Mean of the scales.

@@ -3,7 +3,7 @@
 use super::tiles::FEW;
 use super::*;
 use crate::Tensor;
-use crate::check::{close, randn};
+use crate::check::{close, on, randn};
 use crate::gemm;
 use candle_core::{DType, Device, Result};
 use std::sync::Arc;
@@ -152,16 +152,12 @@ fn threads_change_no_bit() -> Result<()> {
     let m = made((600, 640), 64, Some(256), DType::BF16, DType::F32)?;
     let (x, dy) = (randn(1, (33, 640), DType::F32)?, randn(2, (33, 600), DType::F32)?);
     let few = randn(1, (3, 640), DType::F32)?;
-    let run = |threads| -> Result<_> {
-        let pool =
-            rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
-        pool.install(|| {
-            let forward = [bits(&m.w.forward(&x)?)?, bits(&m.w.forward(&few)?)?];
-            Ok((forward, bits(&m.w.backward(&dy, None)?)?))
-        })
+    let run = || -> Result<_> {
+        let forward = [bits(&m.w.forward(&x)?)?, bits(&m.w.forward(&few)?)?];
+        Ok((forward, bits(&m.w.backward(&dy, None)?)?))
     };
-    let one = run(1)?;
-    assert!(one == run(2)? && one == run(5)?);
+    let one = on(1, run)?;
+    assert!(one == on(2, run)? && one == on(5, run)?);
     Ok(())
 }
 

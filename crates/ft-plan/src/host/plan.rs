@@ -141,10 +141,12 @@ impl HostPlan {
             bytes
         };
         if !here {
-            let (dir, bytes) = (Settings::from_env().cache, all(config.four_bit));
+            let (dir, bytes) = (Settings::from_env().cache, all(config.is_bitsandbytes()));
             self.files.push(FileGroup { name: "model", bytes, dir, change: &["HF_HOME"] });
         }
-        if let (Some(dir), Quantize::Nf4, false) = (&r.model.cache, r.model.quantize, config.four_bit) {
+        if let (Some(dir), Quantize::Nf4, false) =
+            (&r.model.cache, r.model.quantize, config.is_bitsandbytes())
+        {
             let dir = r.resolve(&dir.to_string_lossy());
             if !dir.join(ft_engine::load::CACHE_MARKER).is_file() {
                 self.files.push(FileGroup {
@@ -164,7 +166,7 @@ impl HostPlan {
         let resolve = |s: &str| r.resolve(s);
         let files = |s| ft_data::find(s, &resolve).unwrap_or_default();
         let size = |f: PathBuf| std::fs::metadata(&f).map_or(0, |m| m.len()) * ft_data::unpacks_to(&f);
-        let all = r.data.train.iter().chain(&r.data.eval).flat_map(files).map(size);
+        let all = r.data.all_sources().flat_map(files).map(size);
         let bytes = all.fold(0, u64::saturating_add);
         if bytes > 0 {
             self.files.push(FileGroup { name: "tokens", bytes, dir: cache, change: TOKENS });

@@ -56,7 +56,7 @@ impl InferenceMemory {
     /// # Errors
     /// Conflicting settings.
     pub fn new(of: InferenceModel<'_>, cuda: bool) -> ft_base::Result<Self> {
-        let quantize = if of.config.four_bit { Quantize::Nf4 } else { of.quantize };
+        let quantize = if of.config.is_bitsandbytes() { Quantize::Nf4 } else { of.quantize };
         let mut keys = vec![format!("model.quantize={}", quantize.word())];
         keys.extend(of.dtype.map(|d| format!("model.dtype={}", d.word())));
         let recipe = Recipe::parse(NOTHING, "what a model takes", &keys)?;

@@ -4,6 +4,7 @@ use super::predict::Candidate;
 use super::search::Layouts;
 use crate::error::Error;
 use crate::units::{bytes, seconds};
+use ft_base::terminal::plural;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -41,16 +42,15 @@ impl Layouts {
     /// Output of `ft plan --devices`.
     pub fn text(&self) -> String {
         let mut s = String::new();
-        let n = self.devices.count;
         let device = if self.machine.cuda { "CUDA card" } else { "CPU rank" };
-        let plural = if n == 1 { "" } else { "s" };
         let of = self.budget.map_or(String::new(), |b| format!(" of {}", bytes(b)));
         let words = if self.best().is_empty() { "" } else { ", the fastest that" };
         let _ = writeln!(
             s,
-            "{} of {} layouts{words} fit {n} {device}{plural}{of}",
+            "{} of {} layouts{words} fit {}{of}",
             self.best().len(),
-            self.allowed
+            self.allowed,
+            plural(self.devices.count, device)
         );
         let _ = writeln!(s, "{}\n", self.of);
         if let Some(best) = self.best().first() {

@@ -56,7 +56,7 @@ pub struct Simulation<'a> {
 }
 
 /// One point of a run, with the bytes held there.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Point<'p> {
     phase: Phase,
     unit: usize,
@@ -84,20 +84,7 @@ struct Point<'p> {
 impl<'p> Point<'p> {
     /// A point outside of visits, with `extra` temporary bytes.
     fn new(phase: Phase, extra: u64) -> Self {
-        Self {
-            phase,
-            unit: 0,
-            parts: [None, None],
-            kept: 0,
-            kept_total: 0,
-            waiting: 0,
-            extra,
-            live: 0,
-            flight: 0,
-            cache: 0,
-            crossing: 0,
-            shared_state: 0,
-        }
+        Self { phase, extra, ..Self::default() }
     }
 
     /// The visit of a unit from here.

@@ -6,6 +6,7 @@ use crate::memory::{Component, Theory, overhead};
 use crate::plan::Plan;
 use crate::time::rates::{Range, Source};
 use crate::units::{bytes, count, seconds};
+use ft_base::terminal::plural;
 use ft_engine::params::learning_rates;
 use std::fmt::{self, Write};
 
@@ -79,8 +80,7 @@ impl Plan {
             0 => "nothing recomputed".into(),
             _ => format!("recomputing {}", c.words(self.walked)),
         };
-        let rows = if c.micro_rows == 1 { "row" } else { "rows" };
-        format!("{recomputed}, micro-batches of {} {rows}", c.micro_rows)
+        format!("{recomputed}, micro-batches of {}", plural(c.micro_rows, "row"))
     }
 
     fn write_short(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
@@ -212,8 +212,7 @@ impl Plan {
 
     fn write_execution(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
         let (c, why) = (&self.execution, &self.reasons);
-        let rows = if c.micro_rows == 1 { "row" } else { "rows" };
-        writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows)?;
+        writeln!(s, "micro-batch {} ({})", plural(c.micro_rows, "row"), why.micro_rows)?;
         writeln!(s, "recompute   {} ({})", c.recompute.words(self.walked), why.recompute)?;
         if c.recompute.layers() > 0 && (self.machine.cuda || c.inputs.on_host) {
             writeln!(s, "inputs      of those layers on the {} ({})", c.inputs.word(), why.inputs)?;

@@ -50,8 +50,7 @@ impl BenchCache {
 /// Writes all figures of a file, and makes its folder.
 pub(super) fn write(path: &Path, all: &impl Serialize) -> Result<(), store::Error> {
     if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
+        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, e))?;
     }
-    let text = serde_json::to_string_pretty(all).unwrap_or_default() + "\n";
-    store::write_atomic(path, text.as_bytes())
+    store::write_json(path, all)
 }

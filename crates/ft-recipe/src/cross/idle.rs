@@ -106,10 +106,10 @@ const ROWS: &[Row] = rows! {
             "train.0.rslora", "train.0.dora"]
         if |c| c.rule(Rule::is_of_tokens), of ["train.0.modules"]:
         " does nothing with modules = [\"new_tokens\"]", "leave it out: the rows themselves train";
-    refuse ["data.mask"] if |c| c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.mask.is_some()),
+    refuse ["data.mask"] if |c| c.r.data.all_sources().all(|s| s.mask.is_some()),
         of ["data"]: " does nothing: every source has a mask of its own", OUT;
     refuse ["data.chat_template", "data.template"]
-        if |c| c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.format.is_some_and(|f| match f {
+        if |c| c.r.data.all_sources().all(|s| s.format.is_some_and(|f| match f {
             // the template of the teacher's rows
             Format::Tokens => c.r.task != Task::Distill,
             Format::Text => true,

@@ -152,12 +152,17 @@ impl Data {
     /// Whether documents share a row. A row of preferences is one pair or rated completion.
     pub fn packs(&self) -> bool {
         let paired = |s: &Source| s.format.is_some_and(Format::is_preference);
-        self.pack && !self.train.iter().chain(&self.eval).any(paired)
+        self.pack && !self.all_sources().any(paired)
     }
 
     /// Whether evaluation data is configured.
     pub fn evaluates(&self) -> bool {
         self.eval_share > 0.0 || !self.eval.is_empty()
+    }
+
+    /// The sources of the training data, then of the evaluation data.
+    pub fn all_sources(&self) -> impl Iterator<Item = &Source> {
+        self.train.iter().chain(&self.eval)
     }
 
     /// The sources of the training or evaluation data. With `eval_share`, evaluation uses the training

@@ -125,7 +125,7 @@ impl Recipe {
     pub fn with(&self, set: &[String]) -> Result<Recipe, Error> {
         let mut r = Self::build(self.to_toml().as_bytes(), Path::new("recipe.toml"), set, true)?;
         r.folder.clone_from(&self.folder);
-        let here = self.data.train.iter().chain(&self.data.eval);
+        let here = self.data.all_sources();
         for (source, same) in r.data.train.iter_mut().chain(&mut r.data.eval).zip(here) {
             if source.source == same.source {
                 source.fetched.clone_from(&same.fetched);

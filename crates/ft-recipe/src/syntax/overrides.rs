@@ -86,56 +86,41 @@ fn parse_override(texts: &[SourceText], i: usize) -> Result<(&str, Span, Node), 
 }
 
 /// Sets `path` in `root`, creating tables as necessary.
-fn put(root: &mut Table, path: &str, path_at: &Span, node: Node) -> Result<(), String> {
+fn put(root: &mut Table, path: &str, at: &Span, node: Node) -> Result<(), String> {
     let parts: Vec<&str> = path.split('.').collect();
-    put_in_table(root, &parts, 0, path_at, node)
+    let mut place = entry(root, &parts, 0, at)?;
+    for (depth, part) in parts.iter().enumerate().skip(1) {
+        let above = parts[..depth].join(".");
+        place = match &mut place.value {
+            Value::Table(t) => entry(t, &parts, depth, at)?,
+            Value::List(list) => {
+                let missing = match list.len() {
+                    0 => format!("{above} is empty: it has no {part}"),
+                    1 => format!("{above} has 1 entry, counted from 0: there is no {part}"),
+                    n => format!("{above} has {n} entries, counted from 0: there is no {part}"),
+                };
+                part.parse::<usize>().ok().and_then(|i| list.get_mut(i)).ok_or(missing)?
+            }
+            _ => return Err(format!("{above} is a single value, nothing is inside it")),
+        };
+    }
+    *place = node;
+    Ok(())
 }
 
-fn put_in_table(
-    table: &mut Table,
-    parts: &[&str],
-    depth: usize,
-    at: &Span,
-    node: Node,
-) -> Result<(), String> {
-    let (key, last) = (parts[depth], depth + 1 == parts.len());
-    if last {
-        table.set(key, at.clone(), node);
-        return Ok(());
+/// The value of key `parts[depth]`. If absent or the last part, an empty table from `at`; an absent key before an index
+/// is an error.
+fn entry<'a>(table: &'a mut Table, parts: &[&str], depth: usize, at: &Span) -> Result<&'a mut Node, String> {
+    let (key, next) = (parts[depth], parts.get(depth + 1));
+    let known = table.0.iter().position(|e| e.key == key);
+    if known.is_none() && next.is_some_and(|p| p.parse::<usize>().is_ok()) {
+        return Err(format!("the recipe has no {}", parts[..=depth].join(".")));
     }
-    if table.get(key).is_none() {
-        if parts[depth + 1].parse::<usize>().is_ok() {
-            return Err(format!("the recipe has no {}", parts[..=depth].join(".")));
-        }
+    if known.is_none() || next.is_none() {
         table.set(key, at.clone(), Node { value: Value::Table(Table::default()), at: at.clone() });
     }
-    match table.0.iter_mut().find(|e| e.key == key) {
-        Some(e) => put_in_node(&mut e.node, parts, depth + 1, at, node),
-        None => Ok(()),
-    }
-}
-
-fn put_in_node(into: &mut Node, parts: &[&str], depth: usize, at: &Span, node: Node) -> Result<(), String> {
-    let above = parts[..depth].join(".");
-    match &mut into.value {
-        Value::Table(t) => put_in_table(t, parts, depth, at, node),
-        Value::List(list) => {
-            let count = list.len();
-            let slot = parts[depth].parse::<usize>().ok().and_then(|i| list.get_mut(i));
-            match slot {
-                Some(slot) if depth + 1 == parts.len() => *slot = node,
-                Some(slot) => return put_in_node(slot, parts, depth + 1, at, node),
-                None if count == 0 => return Err(format!("{above} is empty: it has no {}", parts[depth])),
-                None => {
-                    let entries = if count == 1 { "entry" } else { "entries" };
-                    let part = parts[depth];
-                    return Err(format!("{above} has {count} {entries}, counted from 0: there is no {part}"));
-                }
-            }
-            Ok(())
-        }
-        _ => Err(format!("{above} is a single value, nothing is inside it")),
-    }
+    let i = known.unwrap_or(table.0.len() - 1);
+    Ok(&mut table.0[i].node)
 }
 
 /// Removes `section.key`, when the command line sets a conflicting key.

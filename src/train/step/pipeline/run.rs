@@ -85,7 +85,7 @@ impl TrainContext<'_> {
                 Action::Above(passed) => step.exchange(true, passed, got),
                 Action::Below(passed) => step.exchange(false, passed, got),
             };
-            done.map_err(|e| ranks.cause(e))?;
+            done.map_err(|e| self.comm.cause(e))?;
         }
         Ok(())
     }
@@ -143,10 +143,7 @@ impl<'b> StageStep<'_, 'b, '_> {
                 let (of, device) = (&micro, cx.device());
                 let mut weigh =
                     objective.map(|o| move |losses: &[Tensor]| weigh(o, of, losses, tally, device));
-                let mut walk = self.walk(times);
-                if let Some(weigh) = &mut weigh {
-                    walk = walk.objective(weigh);
-                }
+                let mut walk = self.walk(times).objective(weigh.as_mut().map(|w| w as _));
                 let scale = batches.scale(objective) * cx.loss_factor();
                 let out = walk.head(&mut pass, &batch, y, (scale, accum))?;
                 flight.dy = out.dx.map(|dx| vec![dx]);

@@ -93,9 +93,9 @@ impl Entry {
 
 /// Syncs and hashes the contents of `dir`, and syncs `dir` itself.
 fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))? {
-        let path = entry.map_err(|e| Error::write("list", dir, None, e))?.path();
-        let kind = path.symlink_metadata().map_err(|e| Error::write("read", &path, None, e))?.file_type();
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, e))? {
+        let path = entry.map_err(|e| Error::write("list", dir, e))?.path();
+        let kind = path.symlink_metadata().map_err(|e| Error::write("read", &path, e))?.file_type();
         if kind.is_dir() {
             visit(root, &path, files)?;
             continue;
@@ -111,14 +111,11 @@ fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
             });
         }
         // Opened for writing as well, since some systems do not sync through a read-only descriptor.
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .open(&path)
-            .map_err(|e| Error::write("open", &path, None, e))?;
-        file.sync_all().map_err(|e| Error::write("sync", &path, None, e))?;
-        let bytes = file.metadata().map_err(|e| Error::write("read", &path, None, e))?.len();
-        let blake3 = hash(&file).map_err(|e| Error::write("read", &path, None, e))?;
+        let file =
+            File::options().read(true).write(true).open(&path).map_err(|e| Error::write("open", &path, e))?;
+        file.sync_all().map_err(|e| Error::write("sync", &path, e))?;
+        let bytes = file.metadata().map_err(|e| Error::write("read", &path, e))?.len();
+        let blake3 = hash(&file).map_err(|e| Error::write("read", &path, e))?;
         files.push(Entry { name: name.to_string(), bytes, blake3 });
         fault!("commit.file_synced");
     }

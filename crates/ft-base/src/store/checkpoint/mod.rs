@@ -66,7 +66,7 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Write`] with the path.
     pub fn open(dir: &Path) -> Result<Checkpoints, Error> {
-        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
+        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, e))?;
         let all = Checkpoints { dir: dir.to_path_buf() };
         for (name, path) in all.folders()? {
             let torn = step_of(&name, STEP).is_some() && !has_marker(&path);
@@ -181,7 +181,7 @@ impl Checkpoints {
     pub fn begin(&self, step: u64) -> Result<Draft, Error> {
         let path = self.dir.join(format!("{DRAFT}{step:08}"));
         remove_folder(&path)?;
-        std::fs::create_dir(&path).map_err(|e| Error::write("create", &path, None, e))?;
+        std::fs::create_dir(&path).map_err(|e| Error::write("create", &path, e))?;
         fault!("draft.begun");
         Ok(Draft { dir: self.dir.clone(), path, step, committed: false })
     }
@@ -194,9 +194,9 @@ impl Checkpoints {
     /// The subfolders, without following links.
     fn folders(&self) -> Result<Vec<(String, PathBuf)>, Error> {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::write("list", &self.dir, None, e))? {
-            let entry = entry.map_err(|e| Error::write("list", &self.dir, None, e))?;
-            let kind = entry.file_type().map_err(|e| Error::write("read", &entry.path(), None, e))?;
+        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::write("list", &self.dir, e))? {
+            let entry = entry.map_err(|e| Error::write("list", &self.dir, e))?;
+            let kind = entry.file_type().map_err(|e| Error::write("read", &entry.path(), e))?;
             if let (true, Ok(name)) = (kind.is_dir(), entry.file_name().into_string()) {
                 found.push((name, entry.path()));
             }
@@ -285,7 +285,7 @@ fn unmark(path: &Path) -> Result<(), Error> {
     match std::fs::remove_file(&marker) {
         Ok(()) => sync_folder(path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(Error::write("remove", &marker, None, e)),
+        Err(e) => Err(Error::write("remove", &marker, e)),
     }
 }
 

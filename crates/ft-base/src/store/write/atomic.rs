@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
+use serde::Serialize;
 use tempfile::NamedTempFile;
 
 use crate::store::Error;
@@ -28,7 +29,7 @@ impl AtomicFile {
     /// bytes, for messages.
     pub fn create(path: &Path, needed: Option<u64>) -> Result<AtomicFile, Error> {
         let dir = folder_of(path);
-        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, needed, e))?;
+        std::fs::create_dir_all(dir).map_err(|e| Error::write_sized("create", dir, needed, e))?;
         loop {
             let file = tempfile::Builder::new()
                 .prefix(TEMPORARY.0)
@@ -36,7 +37,7 @@ impl AtomicFile {
                 // As usual for new files, the umask decides. The default of tempfile would be 0600.
                 .permissions(Permissions::from_mode(0o666))
                 .tempfile_in(dir)
-                .map_err(|e| Error::write("create a file for", path, needed, e))?;
+                .map_err(|e| Error::write_sized("create a file for", path, needed, e))?;
             if !hold(file.as_file()) {
                 continue;
             }
@@ -50,7 +51,7 @@ impl AtomicFile {
         self.file
             .as_file_mut()
             .write_all(bytes)
-            .map_err(|e| Error::write("write", &self.path, self.needed, e))
+            .map_err(|e| Error::write_sized("write", &self.path, self.needed, e))
     }
 
     /// Detaches the file from the name without renaming: an anonymous file, deleted when closed.
@@ -66,7 +67,7 @@ impl AtomicFile {
 
     /// Renames the file to the final name as it is, and returns it for further writes.
     pub fn publish(self) -> Result<File, Error> {
-        let fail = |e| Error::write("create", &self.path, self.needed, e);
+        let fail = |e| Error::write_sized("create", &self.path, self.needed, e);
         let file = self.file.persist(&self.path).map_err(|e| fail(e.error))?;
         file.unlock().map_err(fail)?;
         Ok(file)
@@ -76,9 +77,9 @@ impl AtomicFile {
     pub fn commit(self) -> Result<(), Error> {
         fault!("atomic.written");
         let AtomicFile { file, path, needed } = self;
-        file.as_file().sync_all().map_err(|e| Error::write("sync", &path, needed, e))?;
+        file.as_file().sync_all().map_err(|e| Error::write_sized("sync", &path, needed, e))?;
         fault!("atomic.synced");
-        file.persist(&path).map_err(|e| Error::write("rename to", &path, needed, e.error))?;
+        file.persist(&path).map_err(|e| Error::write_sized("rename to", &path, needed, e.error))?;
         fault!("atomic.renamed");
         sync_folder(folder_of(&path))?;
         fault!("atomic.folder_synced");
@@ -107,6 +108,12 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let mut pending = AtomicFile::create(path, Some(bytes.len() as u64))?;
     pending.write(bytes)?;
     pending.commit()
+}
+
+/// Like [`write_atomic`], of a value as indented JSON with a newline at the end.
+pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
+    let text = serde_json::to_string_pretty(value).unwrap_or_default() + "\n";
+    write_atomic(path, text.as_bytes())
 }
 
 /// Copies the file `name` atomically from folder `from` to folder `to`. Does nothing if the file is missing.
@@ -145,7 +152,7 @@ pub fn folder_of(path: &Path) -> &Path {
 
 /// Makes renames and removals in a folder durable.
 pub fn sync_folder(dir: &Path) -> Result<(), Error> {
-    File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, None, e))
+    File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, e))
 }
 
 /// Removes unlocked temporary files in a folder, left by killed processes.
@@ -153,10 +160,10 @@ pub fn sweep_temporary(dir: &Path) -> Result<(), Error> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(Error::write("list", dir, None, e)),
+        Err(e) => return Err(Error::write("list", dir, e)),
     };
     for entry in entries {
-        let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
+        let entry = entry.map_err(|e| Error::write("list", dir, e))?;
         let name = entry.file_name();
         let is_file = entry.file_type().is_ok_and(|t| t.is_file());
         if is_file && name.to_str().is_some_and(|n| n.starts_with(TEMPORARY.0) && n.ends_with(TEMPORARY.1)) {
@@ -178,17 +185,22 @@ fn remove_unheld(path: &Path) -> Result<(), Error> {
     removed(path, opened.and_then(remove))
 }
 
+/// Removes a file, unless it is missing.
+pub fn remove_if_there(path: &Path) -> Result<(), Error> {
+    removed(path, std::fs::remove_file(path))
+}
+
 /// The outcome of a removal. A missing file or folder is no error.
 pub(in crate::store) fn removed(path: &Path, outcome: io::Result<()>) -> Result<(), Error> {
     match outcome {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, e)),
         _ => Ok(()),
     }
 }
 
 /// Renames a file or folder.
 pub(in crate::store) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
-    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
+    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, e))
 }
 
 #[cfg(test)]

@@ -106,7 +106,7 @@ impl AtomicFolder {
             .and_then(|workspace| {
                 workspace.settle(target)?;
                 let new = workspace.draft();
-                std::fs::create_dir(&new).map_err(|e| Error::write("create", &new, None, e))?;
+                std::fs::create_dir(&new).map_err(|e| Error::write("create", &new, e))?;
                 Ok(workspace)
             });
         let workspace = begun.inspect_err(|_| remove_created(&created))?;
@@ -210,10 +210,10 @@ enum State {
 fn state(path: &Path) -> Result<State, Error> {
     match path.symlink_metadata() {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(State::Absent),
-        Err(e) => Err(Error::write("read", path, None, e)),
+        Err(e) => Err(Error::write("read", path, e)),
         Ok(m) if m.is_dir() => match std::fs::read_dir(path) {
             Ok(mut entries) => Ok(if entries.next().is_none() { State::Empty } else { State::Occupied }),
-            Err(e) => Err(Error::write("list", path, None, e)),
+            Err(e) => Err(Error::write("list", path, e)),
         },
         Ok(_) => Ok(State::Occupied),
     }
@@ -224,10 +224,10 @@ fn real(path: &Path) -> Result<PathBuf, Error> {
     let real = loop {
         match path.canonicalize() {
             Ok(real) => break real,
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::write("use", path, None, e)),
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::write("use", path, e)),
             Err(e) => match path.symlink_metadata() {
                 // A dangling link.
-                Ok(m) if m.is_symlink() => return Err(Error::write("use", path, None, e)),
+                Ok(m) if m.is_symlink() => return Err(Error::write("use", path, e)),
                 // Another process has just committed the folder.
                 Ok(_) => {}
                 Err(_) => return Ok(path.to_path_buf()),
@@ -276,7 +276,7 @@ fn exchange(a: &Path, b: &Path) -> Result<bool, Error> {
     match renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
         Ok(()) => Ok(true),
         Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => Ok(false),
-        Err(e) => Err(Error::write("replace", b, None, e.into())),
+        Err(e) => Err(Error::write("replace", b, e.into())),
     }
 }
 
@@ -287,14 +287,14 @@ fn exchange(_: &Path, _: &Path) -> Result<bool, Error> {
 
 /// Syncs everything below a folder to disk.
 fn sync_tree(dir: &Path) -> Result<(), Error> {
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))? {
-        let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, e))? {
+        let entry = entry.map_err(|e| Error::write("list", dir, e))?;
         let path = entry.path();
-        let kind = entry.file_type().map_err(|e| Error::write("read", &path, None, e))?;
+        let kind = entry.file_type().map_err(|e| Error::write("read", &path, e))?;
         if kind.is_dir() {
             sync_tree(&path)?;
         } else if kind.is_file() {
-            File::open(&path).and_then(|f| f.sync_all()).map_err(|e| Error::write("sync", &path, None, e))?;
+            File::open(&path).and_then(|f| f.sync_all()).map_err(|e| Error::write("sync", &path, e))?;
         }
     }
     sync_folder(dir)

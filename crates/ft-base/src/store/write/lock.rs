@@ -71,7 +71,7 @@ pub(super) fn make_folders(dir: &Path, created: &mut Vec<PathBuf>) -> Result<(),
             Ok(()) if created.iter().any(|c| c == d) => {}
             Ok(()) => created.push(d.to_path_buf()),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(e) => return Err(Error::write("create", d, None, e)),
+            Err(e) => return Err(Error::write("create", d, e)),
         }
     }
     Ok(())
@@ -96,12 +96,12 @@ fn real_folder(dir: &Path) -> Result<(), Error> {
             "it is a link or a file, and ft needs a folder of that name\nhint: remove it",
         )),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(Error::write("read", dir, None, e)),
+        Err(e) => Err(Error::write("read", dir, e)),
     }
 }
 
 fn refuse(doing: &'static str, path: &Path, why: &str) -> Error {
-    Error::write(doing, path, None, io::Error::other(why.to_string()))
+    Error::write(doing, path, io::Error::other(why.to_string()))
 }
 
 fn is_link(path: &Path) -> bool {
@@ -133,9 +133,9 @@ fn open(dir: &Path) -> Result<Option<File>, Error> {
         Err(_) if is_link(&path) => {
             return Err(not_ours("it is a link, which ft does not write through"));
         }
-        Err(e) => return Err(Error::write("open", &path, None, e)),
+        Err(e) => return Err(Error::write("open", &path, e)),
     };
-    let fail = |doing, e| Error::write(doing, &path, None, e);
+    let fail = |doing, e| Error::write(doing, &path, e);
     if !file.metadata().map_err(|e| fail("read", e))?.is_file() {
         return Err(not_ours("it is not a plain file"));
     }

@@ -33,7 +33,7 @@ pub fn reopen(path: &Path) -> Result<File, Error> {
 }
 
 fn open(path: &Path, options: &mut OpenOptions) -> Result<File, Error> {
-    let fail = |e| Error::write("open", path, None, e);
+    let fail = |e| Error::write("open", path, e);
     let opened = options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32).open(path);
     let is_link = || path.symlink_metadata().is_ok_and(|m| m.is_symlink());
     let file = opened.map_err(|e| match is_link() {

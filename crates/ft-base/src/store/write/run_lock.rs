@@ -43,9 +43,9 @@ impl RunLock {
         let lock = lock.unwrap_or_else(|| Lock::take(dir, false))?;
         sweep_temporary(dir)?;
         sweep(dir, None);
-        let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))?;
+        let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, e))?;
         for entry in entries {
-            let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
+            let entry = entry.map_err(|e| Error::write("list", dir, e))?;
             // Workspaces still present belong to running processes.
             if entry.file_type().is_ok_and(|t| t.is_dir()) && !is_workspace(&entry.file_name()) {
                 sweep_temporary(&entry.path())?;

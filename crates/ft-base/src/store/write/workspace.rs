@@ -54,7 +54,7 @@ impl Workspace {
     pub(super) fn keep(&self, target: &Path, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         let mut names = BTreeSet::new();
         // If `target` is a link, only the link is replaced, and the contents stay in place.
-        if target.symlink_metadata().map_err(|e| Error::write("list", target, None, e))?.is_dir() {
+        if target.symlink_metadata().map_err(|e| Error::write("list", target, e))?.is_dir() {
             list_foreign(target, OsStr::new(""), ours, &mut names)?;
         }
         if names.is_empty() {
@@ -62,7 +62,7 @@ impl Workspace {
         }
         if let Some(name) = names.iter().find(|name| self.has_other_kind(target, Path::new(name))) {
             let why = "a file or folder of the same name is to be there; move yours away";
-            return Err(Error::write("replace", &target.join(name), None, io::Error::other(why)));
+            return Err(Error::write("replace", &target.join(name), io::Error::other(why)));
         }
         let bytes: Vec<u8> = names.iter().flat_map(|n| [n.as_bytes(), b"\0"].concat()).collect();
         write_atomic(&self.dir.join(KEEP), &bytes)?;
@@ -134,7 +134,7 @@ fn list_foreign(
     ours: &dyn Fn(&str) -> bool,
     names: &mut BTreeSet<OsString>,
 ) -> Result<(), Error> {
-    let fail = |e| Error::write("list", dir, None, e);
+    let fail = |e| Error::write("list", dir, e);
     for entry in std::fs::read_dir(dir).map_err(fail)? {
         let entry = entry.map_err(fail)?;
         let mut name = prefix.to_os_string();
@@ -171,7 +171,7 @@ fn move_over(left: &Path, target: &Path, name: &[u8]) -> Result<Option<PathBuf>,
         return Ok(None);
     }
     if !exists(folder) {
-        std::fs::create_dir(folder).map_err(|e| Error::write("create", folder, None, e))?;
+        std::fs::create_dir(folder).map_err(|e| Error::write("create", folder, e))?;
     }
     if !is_folder(folder) {
         return Ok(None);

@@ -4,6 +4,7 @@ use super::bounds::{self, spend};
 use super::guard::{self, Guarded};
 use super::{checks, filters, functions, operators};
 use crate::error::Error;
+use ft_base::memory::on_stack;
 use ft_base::terminal::panics::caught;
 use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Enumerator, Object, Value};
@@ -107,20 +108,18 @@ impl Template {
         self.sources.push(source.clone());
         let mut env = self.env.clone();
         // a separate thread with enough stack for deeply nested templates
-        let compiled = std::thread::scope(|scope| {
-            let work = || {
-                let compiled = caught(|| guard::compile(&mut env, &source));
-                let compiled =
-                    compiled.map_err(|panic| self.fail(0, format!("it cannot be compiled: {panic}")))?;
-                compiled.map_err(|e| match e {
-                    guard::Refused::Text(e) => self.error(&e),
-                    guard::Refused::Unbounded(line, why) => self.fail(line, why),
-                })
-            };
-            let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, work);
-            let thread = thread.map_err(|e| self.fail(0, format!("no thread to compile it: {e}")))?;
-            thread.join().unwrap_or_else(|_| Err(self.fail(0, "a panic while it was compiled")))
-        })?;
+        let compiled = on_stack(STACK, || {
+            let compiled = caught(|| guard::compile(&mut env, &source));
+            let compiled =
+                compiled.map_err(|panic| self.fail(0, format!("it cannot be compiled: {panic}")))?;
+            compiled.map_err(|e| match e {
+                guard::Refused::Text(e) => self.error(&e),
+                guard::Refused::Unbounded(line, why) => self.fail(line, why),
+            })
+        });
+        let compiled = compiled
+            .map_err(|e| self.fail(0, format!("no thread to compile it: {e}")))?
+            .unwrap_or_else(|_| Err(self.fail(0, "a panic while it was compiled")))?;
         self.env = env;
         Ok(compiled)
     }

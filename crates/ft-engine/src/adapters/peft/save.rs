@@ -29,7 +29,7 @@ pub fn save(
     revision: Option<&str>,
     quantize: Quantize,
 ) -> ft_base::Result<()> {
-    std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
+    std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, e))?;
     let (mut tensors, mut fused) = (Vec::new(), FusedTensors::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
@@ -58,9 +58,7 @@ pub fn save(
             "adapter_config.json has one {DROPOUT} for all modules: {written}, and some trained with {other}"
         ));
     }
-    let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
-    store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
-    Ok(())
+    Ok(store::write_json(&dir.join("adapter_config.json"), &json)?)
 }
 
 /// A dropout of LoRA on linears other than the one in the config, if there is any. PEFT applies none to embeddings.

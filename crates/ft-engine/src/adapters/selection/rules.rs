@@ -5,7 +5,7 @@ use super::selected::Selection;
 use crate::adapters::Error;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
-use ft_recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
+use ft_recipe::{GROUPS, IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
 use std::collections::{BTreeSet, HashMap};
 
@@ -307,28 +307,15 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
 
 /// One entry of `train.modules`.
 enum Pattern {
-    Group(Group),
+    Group(&'static str),
     Last(String),
     Whole(Regex),
 }
 
 impl Pattern {
     fn parse(text: &str) -> Result<Self, String> {
-        const GROUPS: [Group; 11] = [
-            Group::Attention,
-            Group::Mlp,
-            Group::Experts,
-            Group::Router,
-            Group::Norms,
-            Group::Recurrence,
-            Group::Sinks,
-            Group::RouterScales,
-            Group::PerLayer,
-            Group::Embedding,
-            Group::Head,
-        ];
-        if let Some(g) = GROUPS.into_iter().find(|g| g.name() == text) {
-            return Ok(Pattern::Group(g));
+        if let Some((group, _)) = GROUPS.iter().find(|(name, _)| *name == text) {
+            return Ok(Pattern::Group(group));
         }
         match module_regex(text) {
             Some(r) => r.map(Pattern::Whole).map_err(|e| format!("modules: {text:?}: {e}")),
@@ -338,7 +325,7 @@ impl Pattern {
 
     fn matches(&self, m: &Module) -> bool {
         match self {
-            Pattern::Group(g) => m.group == *g,
+            Pattern::Group(g) => m.group.name() == *g,
             Pattern::Last(l) => m.last() == l,
             Pattern::Whole(r) => r.is_match(&m.name),
         }

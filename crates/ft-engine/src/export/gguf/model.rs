@@ -44,7 +44,10 @@ pub fn write_model(
         ("general.architecture".into(), architecture.into()),
         ("general.type".into(), "model".into()),
         ("general.name".into(), GgufValue::Text(title)),
-        ("general.file_type".into(), GgufValue::U32(file_type(if config.mxfp4 { MXFP4 } else { dtype }))),
+        (
+            "general.file_type".into(),
+            GgufValue::U32(file_type(if config.is_mxfp4() { MXFP4 } else { dtype })),
+        ),
         ("general.quantization_version".into(), GgufValue::U32(2)),
     ];
     all.extend(keys::of_sampling(&keys::object(dir, "generation_config.json")?));

@@ -22,4 +22,4 @@ mod types;
 pub use error::{Error, Result};
 pub use keys::Keys;
 pub use spelling::TOWERS;
-pub use types::{Biases, Config, Delta, KeySource, LayerAttention, LayerInputs, Moe};
+pub use types::{Biases, Config, Delta, KeySource, LayerAttention, LayerInputs, Moe, WeightFormat};

@@ -6,7 +6,6 @@ use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope;
-use super::rules::WeightFormat;
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe};
 use ft_base::store;
@@ -136,10 +135,7 @@ impl Config {
             double_wide: keys.flag("use_double_wide_mlp")? == Some(true),
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
-            four_bit: format == WeightFormat::FourBit,
-            mxfp4: format == WeightFormat::Mxfp4 { decoded: false },
-            decodes_mxfp4: format == WeightFormat::Mxfp4 { decoded: true },
-            fp8: format.block(),
+            format,
             unknown: whole.unknown(),
             raw: Map::new(),
         };

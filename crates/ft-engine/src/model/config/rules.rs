@@ -7,7 +7,7 @@ use super::keys::Keys;
 use super::layers::by_layer;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
 use super::rope::{LAYER_TYPES, ROPE_PARAMETERS, ROPE_SCALING};
-use super::types::{Config, Moe};
+use super::types::{Config, Moe, WeightFormat};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
@@ -153,30 +153,6 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("per_layer_config", f64::NAN),
     ("mrope_section", f64::NAN),
 ];
-
-/// Format of a checkpoint's weights.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum WeightFormat {
-    Values,
-    /// 4-bit weights of bitsandbytes.
-    FourBit,
-    /// Experts in MXFP4, and whether they are read as values.
-    Mxfp4 {
-        decoded: bool,
-    },
-    /// 8-bit weights: rows and columns of the blocks that share a scale.
-    Fp8([usize; 2]),
-}
-
-impl WeightFormat {
-    /// Rows and columns of the blocks of 8-bit weights.
-    pub(super) fn block(self) -> Option<[usize; 2]> {
-        match self {
-            WeightFormat::Fp8(block) => Some(block),
-            WeightFormat::Values | WeightFormat::FourBit | WeightFormat::Mxfp4 { .. } => None,
-        }
-    }
-}
 
 /// Quantization method of gpt-oss's releases.
 const MXFP4: &str = "mxfp4";
@@ -326,7 +302,8 @@ impl Keys<'_> {
             Some(MXFP4) if family.experts.and_then(|x| x.joint).is_some_and(|j| j.transposed) => {
                 // Modules to leave as they are: the tensors say which are in MXFP4.
                 q.only(|key| [METHOD, "modules_to_not_convert", "dequantize"].contains(&key))?;
-                Ok(WeightFormat::Mxfp4 { decoded: q.flag("dequantize")? == Some(true) })
+                let as_values = q.flag("dequantize")? == Some(true);
+                Ok(if as_values { WeightFormat::Mxfp4AsValues } else { WeightFormat::Mxfp4 })
             }
             Some(MXFP4) => Err(q.bad(METHOD, format!("{MXFP4}; not built yet for {}", family.model_type))),
             Some("fp8") => q.fp8(),
@@ -358,7 +335,7 @@ impl Keys<'_> {
             return Err(self.bad("load_in_4bit", "true is wanted"));
         }
         match self.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
-            "nf4" | "fp4" => Ok(WeightFormat::FourBit),
+            "nf4" | "fp4" => Ok(WeightFormat::Bitsandbytes),
             other => Err(self.bad("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
         }
     }

@@ -49,8 +49,11 @@ fn bitsandbytes_4_bit_configs_are_read_and_no_others() -> Result<()> {
             "bnb_4bit_compute_dtype": "bfloat16", "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0});
         parse(json!({"quantization_config": with(q, &extra)}))
     };
-    assert!(q(json!({}))?.four_bit && q(json!({"bnb_4bit_quant_type": "fp4"}))?.four_bit);
-    assert!(!parse(json!({}))?.four_bit && !parse(json!({"quantization_config": null}))?.four_bit);
+    assert!(q(json!({}))?.is_bitsandbytes() && q(json!({"bnb_4bit_quant_type": "fp4"}))?.is_bitsandbytes());
+    assert!(
+        !parse(json!({}))?.is_bitsandbytes()
+            && !parse(json!({"quantization_config": null}))?.is_bitsandbytes()
+    );
     for (key, value) in [
         ("quant_method", json!("awq")),
         ("quant_method", json!(null)),

@@ -56,18 +56,12 @@ pub struct Config {
     pub moe: Option<Moe>,
     /// Standard deviation of randomly initialized weights.
     pub initializer_range: f64,
-    /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
-    pub four_bit: bool,
-    /// Whether the checkpoint holds its experts in MXFP4.
-    pub mxfp4: bool,
+    /// Encoding of the weights in the files.
+    pub format: WeightFormat,
     /// Per-layer inputs, if the model has them.
     pub layer_inputs: Option<LayerInputs>,
     /// Whether dense feed-forward layers are twice as wide where keys and values are an earlier layer's.
     pub double_wide: bool,
-    /// Whether the checkpoint holds its experts in MXFP4, which are read as values.
-    pub decodes_mxfp4: bool,
-    /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
-    pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
     /// Known keys of the file without effect, with the reason.
@@ -75,6 +69,20 @@ pub struct Config {
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
     /// `text_config`.
     pub raw: Map<String, Value>,
+}
+
+/// Format of a checkpoint's weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    Values,
+    /// 4-bit weights of bitsandbytes.
+    Bitsandbytes,
+    /// Experts in MXFP4.
+    Mxfp4,
+    /// Experts in MXFP4, which are read as values.
+    Mxfp4AsValues,
+    /// 8-bit weights: rows and columns of the blocks that share a scale.
+    Fp8([usize; 2]),
 }
 
 /// What distinguishes the attention of a layer.
@@ -183,8 +191,11 @@ impl Config {
     }
 
     /// The model with random numbers in place of the checkpoint's weights: none of them are in 4 bits.
-    pub fn of_random_weights(self) -> Self {
-        Self { four_bit: false, mxfp4: false, decodes_mxfp4: false, ..self }
+    pub fn of_random_weights(mut self) -> Self {
+        if !matches!(self.format, WeightFormat::Fp8(_)) {
+            self.format = WeightFormat::Values;
+        }
+        self
     }
 
     /// Number of outputs of the head.
@@ -194,7 +205,17 @@ impl Config {
 
     /// Whether the checkpoint holds 4-bit weights, of any format.
     pub fn holds_4bit(&self) -> bool {
-        self.four_bit || self.mxfp4
+        self.is_bitsandbytes() || self.is_mxfp4()
+    }
+
+    /// Whether the checkpoint holds 4-bit weights of bitsandbytes.
+    pub fn is_bitsandbytes(&self) -> bool {
+        self.format == WeightFormat::Bitsandbytes
+    }
+
+    /// Whether the experts stay in MXFP4.
+    pub fn is_mxfp4(&self) -> bool {
+        self.format == WeightFormat::Mxfp4
     }
 
     /// Channels of each rotary embedding.

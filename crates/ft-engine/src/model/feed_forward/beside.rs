@@ -4,7 +4,6 @@
 use super::mixture::Inputs;
 use super::mlp::{self, Mlp};
 use super::types::{self, Mixture};
-use crate::model::linear::Linear;
 use crate::model::norm::Norm;
 use crate::model::pass::batch::Context;
 use crate::model::pass::grad_accumulator::GradAccumulator;
@@ -49,16 +48,6 @@ impl Saved {
 }
 
 impl Beside {
-    /// All linears, in the order of the forward pass.
-    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.dense.linears().chain(self.mixture.linears())
-    }
-
-    /// As [`Beside::linears`], to change them.
-    pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        self.dense.linears_mut().chain(self.mixture.linears_mut()).collect()
-    }
-
     /// A copy with dequantized 4-bit matrices, of the experts those with tokens.
     pub fn dequantized(&self, groups: &Groups) -> Result<Self> {
         let on = self.dense_norms[0].weight.device();

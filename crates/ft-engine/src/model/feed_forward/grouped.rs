@@ -118,7 +118,7 @@ impl GroupedLinear {
 
     /// Dropout parameters, if dropout is active.
     fn drops(&self, ctx: &Context) -> Option<Drops> {
-        let d = ctx.dropout.filter(|_| self.table.drops)?;
+        let d = ctx.dropout.filter(|_| self.table.totals.drops)?;
         Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
     }
 

@@ -264,23 +264,20 @@ impl Mixture {
             s.router.x = Some(x.router()?);
         }
         let x = x.experts;
-        if let SavedExperts::Dispatched(dispatched) = &mut s.experts {
+        if self.owned.is_some() || self.experts.iter().any(Mlp::needs_input) {
             let rows = match s.groups.sorted() {
                 Some(sorted) => sorted.gather(x)?,
                 None => s.groups.gather(x)?,
             };
-            self.restore_dispatched(dispatched, rows, ctx)?;
-        } else if self.experts.iter().any(Mlp::needs_input) {
-            match (&mut s.experts, s.groups.sorted()) {
-                (SavedExperts::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
-                (SavedExperts::PerExpert(saved, _), None) => {
-                    let rows = s.groups.gather(x)?;
+            match &mut s.experts {
+                SavedExperts::Dispatched(dispatched) => self.restore_dispatched(dispatched, rows, ctx)?,
+                SavedExperts::Grouped(saved) => saved.x = Some(rows),
+                SavedExperts::PerExpert(saved, _) => {
                     for (run, s) in s.groups.runs().iter().zip(saved) {
                         let x = rows.narrow(0, run.start, run.rows)?;
                         self.experts[run.expert].restore(s, &x);
                     }
                 }
-                _ => candle_core::bail!("{OTHER}"),
             }
         }
         if let (Some(shared), Some(s)) = (&self.shared, &mut s.shared) {

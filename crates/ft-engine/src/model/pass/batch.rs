@@ -45,7 +45,7 @@ impl MicroBatchGroup<'_> {
     /// # Errors
     /// A lost rank.
     pub fn all_gather(&self, at: CollectiveId, own: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
-        let all = self.comm.all_gather_bytes_among(&self.active, at, bytemuck::cast_slice(own), true)?;
+        let all = self.comm.all_gather_bytes_among((&self.active, at), bytemuck::cast_slice(own), true)?;
         Ok(all.iter().map(|bytes| words_of(bytes).collect()).collect())
     }
 }

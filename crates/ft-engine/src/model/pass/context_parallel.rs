@@ -301,7 +301,7 @@ impl<'a> ContextParallel<'a> {
             _ => {}
         }
         let at = CollectiveId::unit(what, place::now().1);
-        let sent = comm.exchange_among(&self.active, at, out, into).and_then(|arrival| Ok(arrival.wait()?));
+        let sent = comm.exchange_among((&self.active, at), out, into).and_then(|arrival| Ok(arrival.wait()?));
         sent.map_err(candle_core::Error::wrap)
     }
 

@@ -122,8 +122,12 @@ impl<'a> Loader<'a> {
         for u in units.clone() {
             self.params.gather(u, self.comm)?.into_iter().try_for_each(PendingTransfer::wait)?;
         }
-        for n in norms {
-            self.complete_norms(unit, n)?;
+        for Norms { module, weight, lora, dora } in norms {
+            let (magnitude, place) = dora.unzip();
+            let squares = self.set_norms(&module, &weight, &lora, magnitude)?;
+            if let (Some(place), Some(squares)) = (place, squares) {
+                place.set(&self.params.frozen[unit], squares.real()?)?;
+            }
         }
         for u in units {
             self.params.release(u)?;
@@ -140,21 +144,36 @@ impl<'a> Loader<'a> {
             && modules.any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
     }
 
-    /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.
-    fn complete_norms(&self, unit: usize, n: Norms) -> ft_base::Result<()> {
-        let Norms { module, weight, lora, dora } = n;
-        let squares = weight.row_squares()?;
-        let norms = || lora.norms(&weight, &squares)?.real().cloned();
-        match (dora, self.b.adapter) {
-            (Some((i, place)), _) => {
-                let init = self.adapter_value(i)?.map_or_else(norms, Ok)?;
-                self.params.set(i, &init)?;
-                place.set(&self.params.frozen[unit], squares.real()?)?;
+    /// Sets DoRA's `magnitude` to the adapter's, else to the row norms of a weight; returns the squares of the norms.
+    /// Without a magnitude, checks the adapter's.
+    fn set_norms(
+        &self,
+        m: &Module,
+        weight: &Weight,
+        lora: &Lora,
+        magnitude: Option<usize>,
+    ) -> ft_base::Result<Option<Tensor>> {
+        let Some(i) = magnitude else {
+            // PEFT has a single DoRA switch: an adapter with DoRA stores magnitudes for plain LoRA too,
+            // which must be neutral.
+            if let Some(adapter) = self.b.adapter {
+                adapter.check_neutral(m, &|| lora.norms(weight, &weight.row_squares()?)?.real().cloned())?;
             }
-            (None, Some(adapter)) => adapter.check_neutral(&module, &norms)?,
-            (None, None) => {}
-        }
-        Ok(())
+            return Ok(None);
+        };
+        let squares = weight.row_squares()?;
+        let init = match self.adapter_value(i)? {
+            Some(t) => t,
+            None => lora.norms(weight, &squares)?.real()?.clone(),
+        };
+        self.params.set(i, &init)?;
+        Ok(Some(squares))
+    }
+
+    /// DoRA with the magnitude at index `i` of the trained tensors.
+    fn dora(&self, i: usize, row_squares: Tensor) -> ft_base::Result<Dora> {
+        let magnitude = self.params.wide_view(i)?.unsqueeze(0)?;
+        Ok(Dora { magnitude, slot: self.slot(i), row_squares })
     }
 
     /// Index of a module in the model, from 1; seeds the module's random numbers.
@@ -431,18 +450,15 @@ impl Weights for Loader<'_> {
             columns: self.columns(m),
             dora: None,
         };
+        let magnitude = self.part(m, Part::Magnitude);
         let (kind, apart) = self.kind(m, Part::Weight);
         if let Some(split) = self.split.as_mut().filter(|_| apart) {
             // The weight is not in memory yet.
             let mut dora = None;
-            if let Some(i) = self.tensors.get(&(m.name.clone(), Part::Magnitude)) {
+            if let Some(i) = magnitude {
                 let (place, row_squares) = split.place(kind, DType::F32, weight.dims()?.0)?;
-                lora.dora = Some(Dora {
-                    magnitude: self.params.wide_view(*i)?.unsqueeze(0)?,
-                    slot: self.slot(*i),
-                    row_squares,
-                });
-                dora = Some((*i, place));
+                lora.dora = Some(self.dora(i, row_squares)?);
+                dora = Some((i, place));
             }
             if dora.is_some() || self.b.adapter.is_some() {
                 let (module, weight) = (m.clone(), weight.clone());
@@ -450,26 +466,9 @@ impl Weights for Loader<'_> {
             }
             return Ok(Some(lora));
         }
-        if !spec.dora
-            && let Some(adapter) = self.b.adapter
-        {
-            // PEFT has a single DoRA switch: an adapter with DoRA stores magnitudes for plain LoRA too,
-            // which must be neutral.
-            let norms = || lora.norms(weight, &weight.row_squares()?)?.real().cloned();
-            adapter.check_neutral(m, &norms)?;
-        }
-        if let Some(i) = self.part(m, Part::Magnitude) {
-            let row_squares = weight.row_squares()?;
-            let init = match self.adapter_value(i)? {
-                Some(t) => t,
-                None => lora.norms(weight, &row_squares)?.real()?.clone(),
-            };
-            self.params.set(i, &init)?;
-            lora.dora = Some(Dora {
-                magnitude: self.params.wide_view(i)?.unsqueeze(0)?,
-                slot: self.slot(i),
-                row_squares,
-            });
+        let squares = self.set_norms(m, weight, &lora, magnitude)?;
+        if let Some((i, squares)) = magnitude.zip(squares) {
+            lora.dora = Some(self.dora(i, squares)?);
         }
         Ok(Some(lora))
     }

@@ -3,7 +3,7 @@
 use super::monitor::Monitor;
 use super::transport::{Round, Transport};
 use crate::ranks::callbacks::Callback;
-use crate::ranks::comm::{CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader, words_of};
+use crate::ranks::comm::{Among, Comm, Error, PeerTensor, Received, ReduceScatterHeader, words_of};
 use crate::ranks::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
@@ -49,13 +49,8 @@ impl Processes {
     }
 
     /// Enters a collective of members with a message; returns the messages by member once all have arrived.
-    pub(super) fn exchange(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>, Error> {
+    pub(super) fn exchange(&self, at: Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>, Error> {
+        let (members, at) = at;
         let (rank, world) = (self.monitor.rank, self.monitor.world);
         self.monitor.enter(members, at)?;
         let mut hasher = DefaultHasher::new();
@@ -128,27 +123,20 @@ impl Comm for Processes {
         self.monitor.world
     }
 
-    fn all_gather_bytes_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        mine: &[u8],
-        timed: bool,
-    ) -> Result<Vec<Vec<u8>>> {
-        Ok(self.exchange(members, at, mine, timed)?)
+    fn all_gather_bytes_among(&self, at: Among, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+        Ok(self.exchange(at, mine, timed)?)
     }
 
     fn reduce_scatter_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece(members));
         let own = ReduceScatterHeader { gives: part.is_some(), range: range.clone() };
-        let said = own.all_gather(self, members, at)?;
+        let said = own.all_gather(self, (members, at))?;
         self.received.count(at, size_of::<f32>() * range.len() * (members.len() - 1));
         let most = said.iter().map(|s| s.range.len()).max().unwrap_or(0);
         let mut round = Round::new(world, self.others(members));
@@ -184,14 +172,13 @@ impl Comm for Processes {
 
     fn all_gather_among(
         &self,
-        members: &[usize],
-        at: CollectiveId,
+        (members, at): Among,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> Result<PendingTransfer> {
         let (rank, world) = (self.monitor.rank, self.monitor.world);
-        self.exchange(members, at, &[], true)?;
+        self.exchange((members, at), &[], true)?;
         let (size, most) = (to.dtype().size_in_bytes(), ranges.iter().map(Range::len).max().unwrap_or(0));
         let by_rank = || members.iter().copied().zip(ranges);
         let own = by_rank().find(|(r, _)| *r == rank).map_or(0..0, |(_, range)| range.clone());
@@ -217,14 +204,9 @@ impl Comm for Processes {
         Ok(PendingTransfer::over())
     }
 
-    fn exchange_among(
-        &self,
-        members: &[usize],
-        at: CollectiveId,
-        out: &[PeerTensor],
-        into: &[PeerTensor],
-    ) -> Result<PendingTransfer> {
-        self.exchange(members, at, &[], true)?;
+    fn exchange_among(&self, at: Among, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
+        self.exchange(at, &[], true)?;
+        let (members, at) = at;
         let bytes = size_of::<f32>() * self.piece(members);
         // Values of a piece in one round, the same on both sides.
         let part = |t: &Tensor| (bytes / t.dtype().size_in_bytes()).max(1);

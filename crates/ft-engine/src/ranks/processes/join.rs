@@ -99,7 +99,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
 /// Starts the monitor of a group.
 fn begin(all: &Processes, monitors: Connections) -> Result<(), Error> {
     // Every rank has a monitoring connection before any rank can be reported as lost.
-    all.exchange(&all.everyone(), START, &[], false)?;
+    all.exchange((&all.everyone(), START), &[], false)?;
     let begun = all.monitor.begin(monitors);
     begun.map_err(|e| all.monitor.error(all.monitor.rank, e.to_string(), ExitCode::LostRank))
 }
@@ -169,7 +169,7 @@ fn by_mpi(
     let (transport, rank, world) = super::mpi::start(done).map_err(fail)?;
     let monitor = Arc::clone(monitor.get_or_init(|| Arc::new(Monitor::new((rank, world), timeout))));
     let all = Processes::new(monitor, transport);
-    let ranks = all.exchange(&all.everyone(), START, about.as_bytes(), false)?;
+    let ranks = all.exchange((&all.everyone(), START), about.as_bytes(), false)?;
     let ranks: Vec<String> = ranks.iter().map(|a| String::from_utf8_lossy(a).into_owned()).collect();
     let hosts: Vec<String> = ranks.iter().map(|a| host_of(a).into()).collect();
     all.monitor.know_hosts(hosts.clone());
@@ -187,7 +187,7 @@ fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<C
     use std::net::{Ipv4Addr, SocketAddr};
     let (rank, world, end) = (all.monitor.rank, all.monitor.world, Instant::now() + MEET);
     if rank > 0 {
-        let said = all.exchange(&all.everyone(), START, &[], false)?;
+        let said = all.exchange((&all.everyone(), START), &[], false)?;
         let met =
             said[0].split_first_chunk().map(|(port, key)| (u16::from_ne_bytes(*port), Key::of_bytes(key)));
         let Some((port, Some(key))) = met else { return Ok(Err("the first says nothing".into())) };
@@ -206,7 +206,7 @@ fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<C
         Ok(opened) => opened,
         Err(why) => return Ok(Err(why)),
     };
-    all.exchange(&all.everyone(), START, &[&port.to_ne_bytes(), key.bytes()].concat(), false)?;
+    all.exchange((&all.everyone(), START), &[&port.to_ne_bytes(), key.bytes()].concat(), false)?;
     let own = Registration::new(rank, world, port, about);
     Ok(rendezvous::register_all(own, &mut listener, to, end).map(|(connections, _)| connections))
 }

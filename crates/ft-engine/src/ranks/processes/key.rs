@@ -21,9 +21,6 @@ pub struct Key([u8; 32]);
 
 impl Key {
     /// A new key.
-    ///
-    /// # Errors
-    /// No random numbers from the system.
     pub fn random() -> Result<Self, String> {
         Ok(Self(random()?))
     }
@@ -55,9 +52,6 @@ impl Key {
 }
 
 /// Random bytes of the system.
-///
-/// # Errors
-/// `/dev/urandom` cannot be read.
 pub fn random() -> Result<[u8; 32], String> {
     let mut bytes = [0; 32];
     File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut bytes)).map_err(|e| e.to_string())?;
@@ -98,9 +92,6 @@ impl Source {
     }
 
     /// The key, as rank 0: writes the file.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn issue(&self) -> Result<(Key, Issued), String> {
         match self {
             Self::Given(key) => Ok((*key, Issued(None))),

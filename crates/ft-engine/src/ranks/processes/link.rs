@@ -129,9 +129,6 @@ impl Link {
     }
 
     /// Sends a message.
-    ///
-    /// # Errors
-    /// I/O errors.
     pub fn send(&mut self, message: &impl Serialize) -> Result<()> {
         let text = serde_json::to_vec(message)?;
         let len = u32::try_from(text.len()).map_err(Error::other)?;
@@ -153,9 +150,6 @@ impl Link {
     }
 
     /// The connection, for other uses.
-    ///
-    /// # Errors
-    /// I/O errors.
     pub fn into_stream(self) -> Result<TcpStream> {
         self.stream.set_read_timeout(None)?;
         Ok(self.stream)
@@ -193,9 +187,6 @@ pub struct Caller {
 
 impl Caller {
     /// Challenges a new connection.
-    ///
-    /// # Errors
-    /// I/O errors.
     pub fn challenge(stream: TcpStream) -> Result<Self> {
         stream.set_nonblocking(true)?;
         let nonce = random().map_err(Error::other)?;

@@ -53,18 +53,12 @@ impl Listener {
     }
 
     /// The port, for a launcher that tells it to the other ranks.
-    ///
-    /// # Errors
-    /// I/O errors.
     #[cfg(any(test, feature = "mpi"))]
     pub fn port(&self) -> Result<u16, String> {
         self.listener.local_addr().map(|a| a.port()).map_err(|e| e.to_string())
     }
 
     /// The next caller with the key and its first message; `None` after a short pause if there is none.
-    ///
-    /// # Errors
-    /// The listener fails.
     pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<(Link, IpAddr, T)>, String> {
         self.accept()?;
         let mut at = 0;

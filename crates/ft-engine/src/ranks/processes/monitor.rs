@@ -147,9 +147,6 @@ impl Monitor {
     }
 
     /// Starts one listener thread per connection and the monitor thread; `lines` are the connections by rank.
-    ///
-    /// # Errors
-    /// No thread or file descriptor available.
     pub fn begin(self: &Arc<Self>, lines: Vec<Option<TcpStream>>) -> std::io::Result<()> {
         let start = |name: String, f: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(f).map(drop)

@@ -104,9 +104,6 @@ impl Registration {
 }
 
 /// Resolves the address of rank 0, and tells whether it is a loopback address; retries until `end`.
-///
-/// # Errors
-/// As [`Launch::address`].
 pub fn resolve(host: &str, port: u16, end: Instant) -> Result<(SocketAddr, bool), String> {
     loop {
         match Launch::address(host, port) {

@@ -11,9 +11,6 @@ const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Starts the transport. `connections` lead to the peers, by rank; `done` is called with each completed
 /// round, `broken` with the peer and the cause when a connection breaks.
-///
-/// # Errors
-/// No thread available.
 pub fn start(
     connections: Vec<Option<TcpStream>>,
     done: impl Fn(Round) + Send + 'static,

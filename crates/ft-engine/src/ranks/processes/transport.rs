@@ -47,9 +47,6 @@ pub struct Transport {
 
 impl Transport {
     /// Starts the thread; `work` exchanges the rounds received.
-    ///
-    /// # Errors
-    /// No thread available.
     pub fn spawn(name: &str, work: impl FnOnce(Receiver<Round>) + Send + 'static) -> std::io::Result<Self> {
         let (rounds, requests) = mpsc::channel();
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(requests))?;

@@ -24,6 +24,19 @@ struct Setting<'a> {
 /// Loss, load-balancing loss and z-loss, and the gradient of each tensor.
 type Step = (f64, (f64, f64), Vec<Vec<f64>>);
 
+/// The part of a micro-batch on a rank; `random` are seed and step.
+fn part<'a>(
+    d: &Decoder,
+    m: &Micro,
+    context_parallel: ContextParallel<'a>,
+    random: Option<(u64, u64)>,
+) -> Result<Batch<'a>> {
+    let part = m.part(context_parallel.own());
+    let host = HostBatch { docs: &[part.micro.ids.len()], ..host(&part.micro) };
+    let batch = Batch::new(&d.config, host, (40, 7), random, CPU)?;
+    Ok(batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets))
+}
+
 impl<'a> Setting<'a> {
     fn new(case: &'a Case, selection: Selection) -> Self {
         let router = if case.config.moe.is_some() {
@@ -63,15 +76,10 @@ impl<'a> Setting<'a> {
             let (d, p) = self.case.build(&self.selection, None)?;
             let mut context_parallel = ContextParallel::new(&comm, &m.docs, all.to_vec());
             context_parallel.fault = fault;
-            let part = m.part(context_parallel.own());
-            let own = [part.micro.ids.len()];
-            let host = HostBatch { docs: &own, ..host(&part.micro) };
-            let step = match part.tokens.is_empty() {
+            let step = match context_parallel.own().is_empty() {
                 true => None,
                 false => {
-                    let batch = Batch::new(&d.config, host, (40, 7), RANDOM, CPU)?;
-                    let batch =
-                        batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets);
+                    let batch = part(&d, &m, context_parallel, RANDOM)?;
                     let active = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
                     let batch = match fault {
                         Some(Fault::Counts) => batch,
@@ -200,16 +208,12 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
         let all = segments(&m.docs, count);
         let rank = |comm: ranks::Threads| -> Result<Vec<(u32, f64)>> {
             let context_parallel = ContextParallel::new(&comm, &m.docs, all.clone());
-            let part = m.part(context_parallel.own());
-            let own = [part.micro.ids.len()];
-            let host = HostBatch { docs: &own, ..host(&part.micro) };
+            let numbers = m.part(context_parallel.own()).targets;
             let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
-            let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
-            let batch =
-                batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets.clone());
+            let batch = part(&d, &m, context_parallel, None)?;
             let losses = loss::on_host(Walk::new(&d, None, 0).eval(&batch)?)?.concat();
             comm.all_gather_bytes(CollectiveId::all("the end"), &[], true)?;
-            Ok(part.targets.into_iter().zip(losses).collect())
+            Ok(numbers.into_iter().zip(losses).collect())
         };
         let came = on_ranks(count, rank).into_iter().collect::<Result<Vec<_>>>()?;
         let mut came = came.concat();
@@ -232,16 +236,7 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
         let group = ranks::Group::new(&comm, &mesh, Axis::Context);
         let mut context_parallel = ContextParallel::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
         context_parallel.fault = (comm.rank() == 3).then_some(Fault::Lost);
-        let part = m.part(context_parallel.own());
-        let own = [part.micro.ids.len()];
-        let host = HostBatch { docs: &own, ..host(&part.micro) };
-        let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
-        let done = setting.walk(
-            &d,
-            &p,
-            &batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets),
-        );
-        if done.is_ok() {
+        if setting.walk(&d, &p, &part(&d, &m, context_parallel, None).ok()?).is_ok() {
             // The ranks of the other group have got this far.
             comm.all_gather_bytes(CollectiveId::all("the end"), &[], true).err()?;
         }

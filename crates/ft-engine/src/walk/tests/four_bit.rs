@@ -4,6 +4,7 @@
 use super::*;
 use crate::files::write_file;
 use crate::load::quantize;
+use crate::model::WeightFormat;
 use crate::quant;
 use crate::quant::MergeCost;
 use ft_kernels::check::{close, randn};
@@ -74,7 +75,7 @@ fn dense_of(c: &Case, d: &Decoder, folder: &Path) -> Result<Case> {
     }
     write_file(&folder.join("model.safetensors"), &tensors, &[])?;
     let files = TensorFiles::open_model(folder)?;
-    let config = Config { four_bit: false, ..c.config.clone() };
+    let config = Config { format: WeightFormat::Values, ..c.config.clone() };
     let base = Base::of_files(config.clone(), files);
     Ok(Case { dir: c.dir.clone(), config, base })
 }
@@ -225,7 +226,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
         let report = quantize(&c.config, &c.dir.join("model"), &out, true)?;
         assert_eq!(report.linears, loading.len());
         let written = Case::of(&out, &out)?;
-        assert!(written.config.four_bit);
+        assert!(written.config.is_bitsandbytes());
         let (e, _) = written.build(&frozen, None)?;
         assert!(bits(&e)? == loading, "{name}");
         // other tensors are unchanged, and a 4-bit model is not quantized again

@@ -4,7 +4,7 @@ use super::sizes;
 use crate::Tensor;
 use crate::attention::{self, Sequences};
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
-use crate::tensor::ghosts;
+use crate::tensor::{ghosts, ghosts_and};
 use candle_core::{DType, Result, Shape, bail};
 
 /// Threads per block, and most taps, same as in delta_conv.cu.
@@ -60,13 +60,9 @@ pub fn backward(
     let (t, c, taps) = check(x, w)?;
     let own = (x.shape().clone(), x.dtype());
     let of_w = |parts: usize| (Shape::from((parts, c * taps)), DType::F32);
-    let parts = seqs.tiles();
-    if want_dw {
-        if let Some([dx, dw]) = ghosts(&[x, w, dy], [own.clone(), of_w(parts)], |_| ()) {
-            return Ok((dx, Some(dw)));
-        }
-    } else if let Some([dx]) = ghosts(&[x, w, dy], [own.clone()], |_| ()) {
-        return Ok((dx, None));
+    let planned = want_dw.then(|| of_w(seqs.tiles()));
+    if let Some(([dx], dw)) = ghosts_and(&[x, w, dy], [own.clone()], planned) {
+        return Ok((dx, dw));
     }
     let (x, w, dy) = (x.contiguous()?, w.contiguous()?, dy.contiguous()?);
     let (tiles, blocks) = tiles(Some(seqs), t)?;

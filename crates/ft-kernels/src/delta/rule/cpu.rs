@@ -147,11 +147,6 @@ impl<T: Float> Common<T> {
     }
 }
 
-/// Documents of a pass: those of the row, or the one that a state continues.
-fn documents(seqs: &Sequences, t: usize, continued: bool) -> Vec<usize> {
-    if continued { vec![t] } else { seqs.docs.clone() }
-}
-
 /// Tasks of `docs` documents at the same time in a plan.
 fn at_once(docs: usize, heads: Heads, l: &Ledger) -> usize {
     (docs * heads.keys).min(l.machine().threads.max(1) as usize)
@@ -177,8 +172,10 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     if let Some([o]) = ghost_products::<T, 1>(&reads, [(shape.clone(), dtype)], rooms) {
         return Ok(o);
     }
-    let (values, docs) = (Values::<T>::of(x)?, documents(seqs, t, state.is_some()));
-    let tasks = tasks(&docs, heads);
+    let (values, whole) = (Values::<T>::of(x)?, [t]);
+    // those of the row, or the one that the state continues
+    let docs: &[usize] = if state.is_some() { &whole } else { &seqs.docs };
+    let tasks = tasks(docs, heads);
     let mut o = vec![T::zero(); t * heads.value_width()];
     let mut given = match state.as_deref() {
         Some(State { heads: Some(s), .. }) => view::<T>(s)?.to_vec(),
@@ -207,7 +204,7 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     if let Some(state) = state {
         state.heads = Some(tensor(given, (heads.values, k, v), DType::F32)?);
     }
-    let blocks = Blocks::new(&o, &docs, heads.keys, width);
+    let blocks = Blocks::new(&o, docs, heads.keys, width);
     let ([y], _) = written::<T, _, 1>((&shape, dtype), ROWS * heads.value_width(), |from, out| {
         out.each(heads.value_width(), |at, [y]| {
             let token = (from + at) / heads.value_width();
@@ -247,8 +244,7 @@ pub fn backward<T: Float>(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Res
         return Ok(Gradients { qkv, a, b, a_log, bias });
     }
     let (values, d_o) = (Values::<T>::of(x)?, view::<T>(d_o)?);
-    let docs = documents(seqs, t, false);
-    let tasks = tasks(&docs, heads);
+    let tasks = tasks(&seqs.docs, heads);
     let mut all = vec![T::zero(); t * heads.keys * width];
     let work = split(&mut all, &tasks, width).into_iter().zip(&tasks);
     let parts: Vec<Vec<[T; 2]>> =
@@ -260,7 +256,7 @@ pub fn backward<T: Float>(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Res
             sums[1][task.head * heads.each() + i] += *bias;
         }
     }
-    let blocks = Blocks::new(&all, &docs, heads.keys, width);
+    let blocks = Blocks::new(&all, &seqs.docs, heads.keys, width);
     // a part of all tokens: `first` columns of a task's row, `each` of a head
     let part = |parts: &[usize], shape: &Shape| -> Result<Tensor> {
         let [of_task, row] = [widths(heads), widths(heads).map(|w| w * heads.keys)];

@@ -5,26 +5,12 @@ use super::tests::{CASES, Case, Values, heads, inputs, of};
 use super::*;
 use crate::attention::CHUNK;
 use crate::check::{distance, values};
-use crate::cuda::host_tests::{Argument, Served, Watched};
+use crate::cuda::host_tests::{Argument, Served, Watched, bytes, tensor};
 use candle_core::{DType, Device};
 
-fn bytes(t: &Tensor, dtype: DType) -> Result<Vec<u8>> {
-    let t = t.flatten_all()?.to_dtype(dtype)?;
-    Ok(match dtype {
-        DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::F16 => t.to_vec1::<half::f16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        _ => t.to_vec1::<half::bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    })
-}
-
 /// Values of an answer of the kernels.
-fn of_bytes(answer: &[u8], dtype: DType) -> Vec<f64> {
-    let words = || answer.as_chunks::<2>().0.iter();
-    match dtype {
-        DType::F32 => answer.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
-        DType::F16 => words().map(|b| half::f16::from_le_bytes(*b).to_f64()).collect(),
-        _ => words().map(|b| half::bf16::from_le_bytes(*b).to_f64()).collect(),
-    }
+fn of_bytes(answer: &[u8], dtype: DType) -> Result<Vec<f64>> {
+    Ok(values(&tensor(answer, answer.len() / dtype.size_in_bytes(), dtype)?))
 }
 
 /// Splits an answer after these counts of bytes.
@@ -53,8 +39,9 @@ fn answers(
         (begin, chunks) = (begin + n, chunks + n.div_ceil(CHUNK));
     }
     let dtypes = [dtype, dtype, dtype, f32s, f32s];
-    let data = x.iter().zip(dtypes).map(|(t, dtype)| bytes(t, dtype)).collect::<Result<Vec<_>>>()?;
-    let d_o = bytes(d_o, dtype)?;
+    let in_dtype = |t: &Tensor, dtype| bytes(&t.to_dtype(dtype)?);
+    let data = x.iter().zip(dtypes).map(|(t, dtype)| in_dtype(t, dtype)).collect::<Result<Vec<_>>>()?;
+    let d_o = in_dtype(d_o, dtype)?;
     let input = |i: usize| Argument::In(&data[i], 0);
     let sizes = || [h.keys, h.values, h.key_dim, h.value_dim].map(|n| Argument::from(n as u32));
     let (list, tokens) = (|| Argument::In(&list, 0), || Argument::from(t as u32));
@@ -79,7 +66,7 @@ fn answers(
     let out = [state, Argument::Null, Argument::Null, Argument::Out(rows), tokens()];
     let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
     let answer = launch("forward", walk, of_walk(width), &all);
-    let o = of_bytes(&answer[after..], dtype);
+    let o = of_bytes(&answer[after..], dtype)?;
     let out = [Argument::Null, Argument::Out(states), Argument::Out(rows), Argument::Null, tokens()];
     let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
     let answer = launch("forward", walk, of_walk(width), &all);
@@ -100,12 +87,12 @@ fn answers(
     let answer = launch("gradients", by_chunk, of_gradients(width), &all);
     let [qkv, a, b, a_log, bias] = parts(&answer, out);
     // gradients of values come from the walk
-    let (mut qkv, of_values) = (of_bytes(qkv, dtype), of_bytes(of_values, dtype));
+    let (mut qkv, of_values) = (of_bytes(qkv, dtype)?, of_bytes(of_values, dtype)?);
     let at = 2 * h.key_width();
     for (row, from) in qkv.chunks_mut(h.channels()).zip(of_values.chunks(h.channels())) {
         row[at..].copy_from_slice(&from[at..]);
     }
-    Ok([o, qkv, of_bytes(a, dtype), of_bytes(b, dtype), of_bytes(a_log, f32s), of_bytes(bias, f32s)])
+    Ok([o, qkv, of_bytes(a, dtype)?, of_bytes(b, dtype)?, of_bytes(a_log, f32s)?, of_bytes(bias, f32s)?])
 }
 
 /// What a case has beside random inputs.

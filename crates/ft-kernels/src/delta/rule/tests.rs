@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::attention::Sizes;
-use crate::check::{close, gradient, randn, values};
+use crate::check::{close, gradient, on, randn, values};
 use crate::delta::conv;
 use crate::ledger::{Ledger, Machine};
 use crate::tensor::Ghost;
@@ -115,14 +115,9 @@ fn no_state_leaks_into_the_next_document() -> Result<()> {
     let case = Case { docs: &[37, 70, 5], heads: heads(2, 4, 8, 12) };
     let Values(x, seqs, d_o) = inputs(&case, DType::F32)?;
     let input = of(case.heads, x.each_ref());
-    let on = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        pool.install(|| {
-            Ok::<_, candle_core::Error>((forward(&input, &seqs, None)?, backward(&input, &d_o, &seqs)?))
-        })
-    };
-    let (y, back) = on(1)?;
-    let (y3, back3) = on(3)?;
+    let both = || -> Result<_> { Ok((forward(&input, &seqs, None)?, backward(&input, &d_o, &seqs)?)) };
+    let (y, back) = on(1, both)?;
+    let (y3, back3) = on(3, both)?;
     close(&y3, &y, 0.0);
     close(&back3.qkv, &back.qkv, 0.0);
     let mut start = 0;

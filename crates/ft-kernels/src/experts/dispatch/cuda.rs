@@ -4,7 +4,7 @@
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::ledger::Role;
-use crate::tensor::{all_of, ghosts, started};
+use crate::tensor::{all_of, ghosts, ghosts_and, started};
 use candle_core::{DType, Result, Shape};
 
 /// Threads per block; must match dispatch.cu.
@@ -161,12 +161,9 @@ impl Sorted {
         if gates.elem_count() != n || gates.dtype() != DType::F32 || in_place && !rows.is_contiguous() {
             candle_core::bail!("routing: {:?} with {gates:?}", rows.shape());
         }
-        if in_place {
-            if ghosts(&[rows, gates], [], |_| ()).is_some() {
-                return Ok(rows.clone());
-            }
-        } else if let Some([y]) = ghosts(&[rows, gates], [((n, width).into(), rows.dtype())], |_| ()) {
-            return Ok(y);
+        let new = (!in_place).then(|| ((n, width).into(), rows.dtype()));
+        if let Some(([], y)) = ghosts_and(&[rows, gates], [], new) {
+            return Ok(y.unwrap_or_else(|| rows.clone()));
         }
         let x = rows.contiguous()?;
         let y = if in_place { x.clone() } else { empty(&x, (n, width), x.dtype())? };

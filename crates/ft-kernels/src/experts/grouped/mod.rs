@@ -25,7 +25,7 @@ use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, Source, address_of, args, compiled, empty};
 use crate::dispatch::Sorted;
 use crate::ledger::Cost;
-use crate::tensor::{ghost_products, ghosts};
+use crate::tensor::{Ghost, ghost_products, ghosts};
 use candle_core::{DType, Result};
 use ft_base::rng::{Purpose, Stream};
 
@@ -120,15 +120,15 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     let (n, busy) = (s.rows() as f64, s.busy());
     let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
     // exact for o = i
-    let low_flops = n * table.mean_rank * (i + o);
+    let low_flops = n * table.mean_rank() * (i + o);
     let values = 2.0 * n * o * i;
     let cost = match terms {
         Terms::Low | Terms::Adapter => Cost { flops: low_flops, ..Cost::default() },
         Terms::Whole | Terms::Values => Cost {
             flops: values + if terms == Terms::Whole { low_flops } else { 0.0 },
             grouped: values,
-            dequantized: busy * table.coded,
-            read: busy * table.bytes,
+            dequantized: busy * table.totals.coded as f64,
+            read: busy * table.totals.bytes as f64,
             ..Cost::default()
         },
     };
@@ -151,43 +151,30 @@ fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, 
     (source, format!("grouped_{kind}{name}"), beside * columns, threads, bytes)
 }
 
-/// A second operand of a launch.
-#[derive(Clone, Copy)]
-enum More<'a> {
-    /// Whose product is added.
-    Sum(Operand<'a>),
-    /// With a result of its own.
-    Beside(Operand<'a>),
-}
-
-/// Launches the kernel `name` (forward or backward): the result and, of an operand beside, a second one. `outer` is
-/// their width.
+/// Launches the kernel `name` (forward or backward). The product of `more` is added or, with `beside`, a second result.
 fn products(
     name: &str,
     (table, x, u): Operand<'_>,
-    more: Option<More<'_>>,
-    (inner, outer): (usize, usize),
+    more: Option<Operand<'_>>,
+    beside: bool,
     terms: Terms,
     s: &Sorted,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (n, low) = (s.rows(), terms == Terms::Low);
-    let width = if low { table.ranks } else { outer };
-    let (more, beside) = match more {
-        None => (None, false),
-        Some(More::Sum(m)) => (Some(m), false),
-        Some(More::Beside(m)) => (Some(m), true),
-    };
+    let ((o, i), ranks) = (table.dims, table.totals.ranks);
+    let (inner, outer) = if name == "forward" { (i, o) } else { (o, i) };
+    let width = if low { ranks } else { outer };
     let fits = |(t, x, u): &Operand<'_>| {
         t.dims == table.dims
-            && t.ranks == table.ranks
-            && t.experts == s.experts
+            && t.totals.ranks == ranks
+            && t.totals.experts == s.experts
             && x.dims() == [n, inner]
             && x.dtype() == t.dtype
             && (low
                 || terms == Terms::Values
-                || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
+                || (u.is_some() == (ranks > 0) && u.is_none_or(|u| u.dims() == [n, ranks])))
     };
-    if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
+    if !fits(&(table, x, u)) || more.as_ref().map_or(beside, |m| !fits(m)) {
         candle_core::bail!(
             "grouped {name}: {:?}, {:?} with {:?}",
             x.shape(),
@@ -197,13 +184,12 @@ fn products(
     }
     work(table, s, x, terms);
     more.iter().for_each(|(t, x, _)| work(t, s, x, terms));
-    let shape = || ((n, width).into(), x.dtype());
-    let ghosts = match beside {
-        true => ghost_products(&[x], [shape(), shape()], |_| ()).map(|[first, second]| (first, Some(second))),
-        false => ghost_products(&[x], [shape()], |_| ()).map(|[y]| (y, None)),
-    };
-    if let Some(ghosts) = ghosts {
-        return Ok(ghosts);
+    let mut second: Option<Tensor> = None;
+    let ghost = ghost_products(&[x], [((n, width).into(), x.dtype())], |l| {
+        second = beside.then(|| Ghost::new(l, (n, width), x.dtype()).into());
+    });
+    if let Some([y]) = ghost {
+        return Ok((y, second));
     }
     let x = x.contiguous()?;
     let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
@@ -211,7 +197,7 @@ fn products(
     let second = if beside { Some(empty(&x, (n, width), x.dtype())?) } else { None };
     // adapters are values
     let coded = matches!(terms, Terms::Whole | Terms::Values)
-        && (table.coded > 0.0 || more.as_ref().is_some_and(|m| m.0.coded > 0.0));
+        && (table.totals.coded > 0 || more.as_ref().is_some_and(|m| m.0.totals.coded > 0));
     let tiles = s.tiles.dim(0)?;
     let staged = inner * x.dtype().size_in_bytes();
     // single token: tiles would leave most SMs idle
@@ -229,7 +215,7 @@ fn products(
     let launch = launch.with(args![u.filter(|_| terms != Terms::Values)])?;
     let launch =
         launch.with(args![more.as_ref().map(|m| &m.0.experts_words), more.as_ref().map(|m| &m.1)])?;
-    let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
+    let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, ranks])?;
     let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out, second.as_ref()])?;
     // Columns vary fastest: blocks of a tile of rows run together, and find these in the cache.
     let blocks = width.div_ceil(columns) * if beside { 2 } else { 1 };
@@ -241,26 +227,20 @@ fn products(
 
 /// Whether one launch takes both.
 fn alike(a: &Table, b: &Table) -> bool {
-    (a.dims, a.ranks, a.dtype) == (b.dims, b.ranks, b.dtype)
+    (a.dims, a.totals.ranks, a.dtype) == (b.dims, b.totals.ranks, b.dtype)
 }
 
 /// The products of one or two operands, of two in one launch if their matrices and adapters have the same shapes.
-fn each<const N: usize>(
-    name: &str,
-    of: [Operand<'_>; N],
-    dims: fn(&Table) -> (usize, usize),
-    terms: Terms,
-    s: &Sorted,
-) -> Result<[Tensor; N]> {
+fn each<const N: usize>(name: &str, of: [Operand<'_>; N], terms: Terms, s: &Sorted) -> Result<[Tensor; N]> {
     let mut all = Vec::with_capacity(N);
     match of[..] {
         [a, b] if alike(a.0, b.0) => {
-            let (first, second) = products(name, a, Some(More::Beside(b)), dims(a.0), terms, s)?;
+            let (first, second) = products(name, a, Some(b), true, terms, s)?;
             all.extend([Some(first), second].into_iter().flatten());
         }
         _ => {
             for operand in of {
-                all.push(products(name, operand, None, dims(operand.0), terms, s)?.0);
+                all.push(products(name, operand, None, false, terms, s)?.0);
             }
         }
     }
@@ -271,15 +251,14 @@ fn each<const N: usize>(
 fn each_low<const N: usize>(
     name: &str,
     of: [(&Table, &Tensor); N],
-    dims: fn(&Table) -> (usize, usize),
     s: &Sorted,
 ) -> Result<[Option<Tensor>; N]> {
-    if of.iter().all(|(table, _)| table.ranks > 0) {
-        return Ok(each(name, of.map(|(table, x)| (table, x, None)), dims, Terms::Low, s)?.map(Some));
+    if of.iter().all(|(table, _)| table.totals.ranks > 0) {
+        return Ok(each(name, of.map(|(table, x)| (table, x, None)), Terms::Low, s)?.map(Some));
     }
     let mut low = [const { None }; N];
-    for (low, (table, x)) in low.iter_mut().zip(of).filter(|(_, (table, _))| table.ranks > 0) {
-        let [own] = each(name, [(table, x, None)], dims, Terms::Low, s)?;
+    for (low, (table, x)) in low.iter_mut().zip(of).filter(|(_, (table, _))| table.totals.ranks > 0) {
+        let [own] = each(name, [(table, x, None)], Terms::Low, s)?;
         *low = Some(own);
     }
     Ok(low)
@@ -287,39 +266,36 @@ fn each_low<const N: usize>(
 
 /// `s x A^T` [n, ranks] for rows `x` [n, i], of each linear; `None` if no expert has an adapter.
 pub fn low<const N: usize>(of: [(&Table, &Tensor); N], s: &Sorted) -> Result<[Option<Tensor>; N]> {
-    each_low("forward", of, |t| (t.dims.1, t.dims.0), s)
+    each_low("forward", of, s)
 }
 
 /// `s dy B` [n, ranks] for rows `dy` [n, o], of each linear; `None` if no expert has an adapter.
 pub fn low_back<const N: usize>(of: [(&Table, &Tensor); N], s: &Sorted) -> Result<[Option<Tensor>; N]> {
-    each_low("backward", of, |t| t.dims, s)
+    each_low("backward", of, s)
 }
 
 /// `x W^T + u B^T` [n, o] for rows `x` [n, i], of each linear.
 pub fn forward<const N: usize>(of: [Operand<'_>; N], s: &Sorted) -> Result<[Tensor; N]> {
-    each("forward", of, |t| (t.dims.1, t.dims.0), Terms::Whole, s)
+    each("forward", of, Terms::Whole, s)
 }
 
 /// `dy W + du A` [n, i] for rows `dy` [n, o], plus the same for a second table.
 pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
-    let run = |of: Operand<'_>, more| {
-        Ok::<_, candle_core::Error>(products("backward", of, more, of.0.dims, Terms::Whole, s)?.0)
-    };
     match more {
         // a single launch requires equal rank strides
-        Some(m) if m.0.ranks != of.0.ranks => run(of, None)? + run(m, None)?,
-        more => run(of, more.map(More::Sum)),
+        Some(m) if m.0.totals.ranks != of.0.totals.ranks => backward(of, None, s)? + backward(m, None, s)?,
+        more => Ok(products("backward", of, more, false, Terms::Whole, s)?.0),
     }
 }
 
 /// Only `dy W` [n, i], for rows `dy` [n, o].
 pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    Ok(products("backward", of, None, of.0.dims, Terms::Values, s)?.0)
+    Ok(products("backward", of, None, false, Terms::Values, s)?.0)
 }
 
 /// Only `du A` [n, i], for rows `dy` [n, o].
 pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    Ok(products("backward", of, None, of.0.dims, Terms::Adapter, s)?.0)
+    Ok(products("backward", of, None, false, Terms::Adapter, s)?.0)
 }
 
 /// Seed of dropout in a step.
@@ -379,11 +355,11 @@ fn gradient(
     s: &Sorted,
     grads: &Tensor,
 ) -> Result<()> {
-    let (o, i) = table.dims;
+    let ((o, i), ranks) = (table.dims, table.totals.ranks);
     let (rows, cols, own) = match which {
         Gradient::Weight => (o, i, (o, i)),
-        Gradient::A => (table.ranks, i, (table.ranks, i)),
-        Gradient::B => (o, table.ranks, (o, table.ranks)),
+        Gradient::A => (ranks, i, (ranks, i)),
+        Gradient::B => (o, ranks, (o, ranks)),
     };
     let n = s.rows();
     for (table, a, b) in [(table, a, b)].into_iter().chain(more) {
@@ -391,8 +367,8 @@ fn gradient(
             || b.dims() != [n, own.1]
             || a.dtype() != b.dtype()
             || grads.dtype() != DType::F32
-            || grads.elem_count() < table.ends
-            || table.experts != s.experts
+            || grads.elem_count() < table.totals.ends
+            || table.totals.experts != s.experts
         {
             candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
         }
@@ -414,12 +390,11 @@ fn gradient(
     if which != Gradient::Weight && takes_low(wide) && second.is_none_or(|(_, _, wide)| takes_low(wide)) {
         let width = wide.dim(1)?;
         let launch = Launch::of(&a, compiled!(GROUPED_HALF), "grouped_low_gradient")?;
-        let launch =
-            launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
+        let launch = launch.with(args![&table.experts_words, u32::from(of_b), low, ranks, wide, width])?;
         let launch = launch.with(args![&s.starts, grads, second.map(|m| &m.0.experts_words)])?;
         let launch = launch.with(args![second.map(|m| m.1), second.map(|m| m.2)])?;
         let tables = if second.is_some() { 2 } else { 1 };
-        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(tables * table.ranks.div_ceil(LOW));
+        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(tables * ranks.div_ceil(LOW));
         let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
         // SAFETY: as below, since the places of the two tables differ; rows of `low` are whole vectors, those of
         // `wide` were asked for.

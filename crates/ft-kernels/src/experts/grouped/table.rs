@@ -74,24 +74,13 @@ pub struct Table {
     pub(super) experts_words: Tensor,
     /// Tensors behind the addresses.
     _held: Vec<Tensor>,
-    pub(super) experts: usize,
     /// (o, i).
     pub(super) dims: (usize, usize),
     pub(super) dtype: DType,
-    /// Row stride of u and du, in values; 0 without adapters.
-    pub(super) ranks: usize,
-    /// End of the last gradient in the buffer.
-    pub(super) ends: usize,
     /// Offsets of A and B in the gradient buffer, by entry.
     places: Vec<Option<(usize, usize)>>,
-    /// Trainable values by [`Gradient`].
-    trains: [usize; 3],
-    /// Whether any expert has dropout.
-    pub drops: bool,
-    /// For plans: mean LoRA rank, number of quantized values, bytes of weights and codes.
-    pub(super) mean_rank: f64,
-    pub(super) coded: f64,
-    pub(super) bytes: f64,
+    /// Sums and maxima over the entries.
+    pub totals: Totals,
 }
 
 /// Whether the kernels support a matrix's quantization blocks and groups of scales.
@@ -112,17 +101,22 @@ impl Entry<'_> {
     }
 }
 
-/// Sums and maxima over the entries of a table; see the fields of [`Table`].
-#[derive(Default)]
-struct Totals {
-    experts: usize,
-    ranks: usize,
-    ends: usize,
+/// Sums and maxima over the entries of a [`Table`].
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    pub(super) experts: usize,
+    /// Row stride of u and du, in values; 0 without adapters.
+    pub(super) ranks: usize,
+    /// End of the last gradient in the buffer.
+    pub(super) ends: usize,
+    /// Trainable values by [`Gradient`].
     trains: [usize; 3],
+    /// Whether any expert has dropout.
+    pub drops: bool,
+    /// For plans: LoRA ranks, number of quantized values, bytes of weights and codes.
     rank_sum: usize,
-    coded: usize,
-    bytes: usize,
-    drops: bool,
+    pub(super) coded: usize,
+    pub(super) bytes: usize,
 }
 
 impl Totals {
@@ -173,9 +167,9 @@ impl Table {
     pub fn new(entries: &[Entry<'_>], dtype: DType) -> Result<Self> {
         let Some(first) = entries.first() else { candle_core::bail!("a layer without experts") };
         let dims = first.dims()?;
-        let mut all = Totals::default();
-        entries.iter().try_for_each(|e| all.add(e, dims, dtype))?;
-        let experts = all.experts;
+        let mut totals = Totals::default();
+        entries.iter().try_for_each(|e| totals.add(e, dims, dtype))?;
+        let experts = totals.experts;
         let on = match first.weight {
             Side::Values(w) => w,
             Side::Codes(w) => w.parts().0,
@@ -191,31 +185,23 @@ impl Table {
                 Tensor::from_vec(all, (experts, WORDS), on.device())?
             }
         };
-        Ok(Self {
-            experts_words,
-            _held: held,
-            experts,
-            dims,
-            dtype,
-            ranks: all.ranks,
-            ends: all.ends,
-            places: entries.iter().map(|e| e.adapter?.gradients).collect(),
-            trains: all.trains,
-            drops: all.drops,
-            mean_rank: all.rank_sum as f64 / experts.max(1) as f64,
-            coded: all.coded as f64,
-            bytes: all.bytes as f64,
-        })
+        let places = entries.iter().map(|e| e.adapter?.gradients).collect();
+        Ok(Self { experts_words, _held: held, dims, dtype, places, totals })
+    }
+
+    /// Mean LoRA rank of the experts.
+    pub(super) fn mean_rank(&self) -> f64 {
+        self.totals.rank_sum as f64 / self.totals.experts.max(1) as f64
     }
 
     /// Whether any expert has an adapter.
     pub fn has_adapters(&self) -> bool {
-        self.ranks > 0
+        self.totals.ranks > 0
     }
 
     /// Whether any expert has a gradient of this kind.
     pub fn trains(&self, which: Gradient) -> bool {
-        self.trains[which as usize] > 0
+        self.totals.trains[which as usize] > 0
     }
 
     /// Whether an expert's gradient of A, or of B, has one place in both tables.
@@ -230,7 +216,7 @@ impl Table {
 
     /// Trainable values of all experts.
     pub(super) fn gradient_values(&self, which: Gradient) -> f64 {
-        self.trains[which as usize] as f64
+        self.totals.trains[which as usize] as f64
     }
 }
 

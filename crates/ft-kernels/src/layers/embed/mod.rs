@@ -19,12 +19,10 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     }
     match (table, table.dtype()) {
         (Tensor::Real(_), DType::F32) if table.is_contiguous() => {
-            let ids = ids.to_vec1::<u32>()?;
-            rows(&view::<f32>(table)?, table.dims2()?, &ids)
+            gathered(&view::<f32>(table)?, table.dims2()?, &ids.to_vec1::<u32>()?, |x| *x)
         }
         (Tensor::Real(_), DType::BF16) if table.is_contiguous() => {
-            let ids = ids.to_vec1::<u32>()?;
-            rows(&Halves::of(table)?, table.dims2()?, &ids)
+            gathered(&Halves::of(table)?, table.dims2()?, &ids.to_vec1::<u32>()?, |x| *x)
         }
         _ => table.index_select(ids, 0),
     }
@@ -41,11 +39,6 @@ pub fn forward_in(table: &Tensor, ids: &Tensor, dtype: DType) -> Result<Tensor> 
         return Ok(Ghost::new(g.ledger(), (ids.elem_count(), table.dim(1)?), dtype).into());
     }
     forward(table, ids)?.to_dtype(dtype)
-}
-
-/// Looks up rows of a table `[v, d]`.
-fn rows<T: WithDType + Send + Sync>(table: &[T], sizes: (usize, usize), ids: &[u32]) -> Result<Tensor> {
-    gathered(table, sizes, ids, |x| *x)
 }
 
 /// Looks up rows of a table `[v, d]` and applies `f` to the values, in parallel.

@@ -3,8 +3,8 @@
 use super::{Gradient, Teacher};
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
-use crate::tensor::ghosts;
-use candle_core::{DType, Result};
+use crate::tensor::ghosts_and;
+use candle_core::{DType, Result, Shape};
 
 /// Threads per block, same as in loss.cu; one block per row.
 const THREADS: u32 = 512;
@@ -23,12 +23,16 @@ fn weights_of(gradient: Option<Gradient<'_>>, n: usize, what: &str) -> Result<Op
     Ok(weights)
 }
 
+/// Shape and dtype of a gradient in a half precision; one in f32 overwrites the logits.
+fn halves(logits: &Tensor, gradient: Option<Gradient<'_>>) -> Option<(Shape, DType)> {
+    gradient.filter(|g| g.dtype != DType::F32).map(|g| (logits.shape().clone(), g.dtype))
+}
+
 /// Buffer of the gradient: the logits, or in a half precision a new one.
 fn output(logits: &Tensor, gradient: Option<Gradient<'_>>) -> Result<Option<Tensor>> {
-    match gradient {
-        None => Ok(None),
-        Some(Gradient { dtype: DType::F32, .. }) => Ok(Some(logits.clone())),
-        Some(Gradient { dtype, .. }) => empty(logits, logits.dims2()?, dtype).map(Some),
+    match halves(logits, gradient) {
+        Some((shape, dtype)) => empty(logits, shape, dtype).map(Some),
+        None => Ok(gradient.map(|_| logits.clone())),
     }
 }
 
@@ -49,14 +53,9 @@ pub fn cross_entropy(
             logits.dtype()
         );
     }
-    let losses = (n.into(), DType::F32);
-    let (scale, dtype) = gradient.map_or((0.0, DType::F32), |g| (g.scale, g.dtype));
-    if gradient.is_some() && dtype != DType::F32 {
-        if let Some([losses, d]) = ghosts(&[&logits], [losses, ((n, v).into(), dtype)], |_| ()) {
-            return Ok((losses, Some(d)));
-        }
-    } else if let Some([losses]) = ghosts(&[&logits], [losses], |_| ()) {
-        return Ok((losses, gradient.map(|_| logits)));
+    let losses = [(n.into(), DType::F32)];
+    if let Some(([losses], d)) = ghosts_and(&[&logits], losses, halves(&logits, gradient)) {
+        return Ok((losses, d.or_else(|| gradient.map(|_| logits))));
     }
     let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
     let weights = weights_of(gradient, n, "cross-entropy")?;
@@ -64,6 +63,7 @@ pub fn cross_entropy(
     let out = output(&logits, gradient)?;
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss")?;
     let launch = launch.with(args![&logits, &targets, weights.as_ref(), &losses, out.as_ref(), v])?;
+    let scale = gradient.map_or(0.0, |g| g.scale);
     let launch = launch.with(args![scale as f32, cap.unwrap_or(0.0) as f32])?;
     // SAFETY: logits and gradient have n rows of v values, one block per row; targets, weights and losses
     // have n values, as checked above. In place, each thread writes a logit only after reading it.
@@ -90,35 +90,20 @@ pub fn distillation(
         );
     }
     let losses = || (n.into(), DType::F32);
-    let (scale, dtype) = gradient.map_or((0.0, DType::F32), |g| (g.scale, g.dtype));
-    if gradient.is_some() && dtype != DType::F32 {
-        let out = [losses(), losses(), ((n, v).into(), dtype)];
-        if let Some([ce, kd, d]) = ghosts(&[&logits], out, |_| ()) {
-            return Ok(([ce, kd], Some(d)));
-        }
-    } else if let Some(both) = ghosts(&[&logits], [losses(), losses()], |_| ()) {
-        return Ok((both, gradient.map(|_| logits)));
+    if let Some((both, d)) = ghosts_and(&[&logits], [losses(), losses()], halves(&logits, gradient)) {
+        return Ok((both, d.or_else(|| gradient.map(|_| logits))));
     }
     let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
     let (ids, probs) = (teacher.ids.contiguous()?, teacher.probs.contiguous()?);
     let weights = weights_of(gradient, n, "distillation")?;
     let (ce, kd) = (empty(&logits, n, DType::F32)?, empty(&logits, n, DType::F32)?);
     let out = output(&logits, gradient)?;
-    let (temperature, alpha) = (teacher.temperature, teacher.alpha);
+    let Teacher { temperature, alpha, .. } = teacher;
+    let scale = gradient.map_or(0.0, |g| g.scale);
     let factors = [temperature, scale * (1.0 - alpha), scale * alpha * temperature].map(|x| x as f32);
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss_distill")?;
-    let launch = launch.with(args![
-        &logits,
-        &targets,
-        &ids,
-        &probs,
-        weights.as_ref(),
-        &ce,
-        &kd,
-        out.as_ref(),
-        v,
-        k
-    ])?;
+    let launch = launch.with(args![&logits, &targets, &ids, &probs, weights.as_ref()])?;
+    let launch = launch.with(args![&ce, &kd, out.as_ref(), v, k])?;
     let launch = launch.with(args![factors[0], factors[1], factors[2], cap.unwrap_or(0.0) as f32])?;
     // SAFETY: logits and gradient have n rows of v values, one block per row; ids and probabilities n rows of k values,
     // at most one for each thread; targets, weights and losses n values, as checked above and by the caller. In place,

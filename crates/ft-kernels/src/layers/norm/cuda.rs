@@ -4,7 +4,7 @@ use super::Scale;
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
-use crate::tensor::ghosts;
+use crate::tensor::{ghosts, ghosts_and};
 use candle_core::{DType, Result, Shape};
 
 /// Vectors of a row per thread, same as in norm.cu.
@@ -94,18 +94,15 @@ pub fn backward(
     let parts = rows.div_ceil(per);
     let apart = stride(d, rank);
     let reads: Vec<&Tensor> = [x, w, dy].into_iter().chain(add.map(Padded::all)).collect();
-    let (own, of_w) = ((Shape::from((rows, apart)), x.dtype()), (Shape::from((parts, d)), DType::F32));
-    if want_dw {
-        if let Some([dx, dw]) = ghosts(&reads, [own.clone(), of_w.clone()], |_| ()) {
-            return Ok((Padded::within(dx, (rows, d))?, Some(dw)));
-        }
-    } else if let Some([dx]) = ghosts(&reads, [own.clone()], |_| ()) {
-        return Ok((Padded::within(dx, (rows, d))?, None));
+    let own = (Shape::from((rows, apart)), x.dtype());
+    let of_w = want_dw.then(|| (Shape::from((parts, d)), DType::F32));
+    if let Some(([dx], dw)) = ghosts_and(&reads, [own.clone()], of_w.clone()) {
+        return Ok((Padded::within(dx, (rows, d))?, dw));
     }
     let (x, w, dy) = (x.contiguous()?, w.contiguous()?, dy.contiguous()?);
     let add = add.map(|a| Ok::<_, candle_core::Error>((a.all().contiguous()?, a.stride()))).transpose()?;
     let dx = empty(&x, own.0, x.dtype())?;
-    let dw = if want_dw { Some(empty(&x, of_w.0, of_w.1)?) } else { None };
+    let dw = of_w.map(|(shape, dtype)| empty(&x, shape, dtype)).transpose()?;
     let kernel = if want_dw { "norm_backward_weight" } else { "norm_backward" };
     let launch = Launch::of(&x, compiled!(NORM), kernel)?;
     let launch = launch.with(args![&x, &w, &dy, add.as_ref().map(|a| &a.0), &dx, dw.as_ref(), rows, d])?;

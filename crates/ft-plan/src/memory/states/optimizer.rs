@@ -6,27 +6,22 @@ use ft_engine::params::buffers::aligned_of;
 use ft_engine::params::buffers::layout::wide_units;
 use ft_engine::params::buffers::moments::{self, is_large};
 use ft_engine::params::buffers::projected::Projection;
-use ft_engine::quant::MXFP4_BLOCK;
+use ft_engine::quant::{BLOCK, GROUP, MXFP4_BLOCK};
 use ft_kernels::Machine;
 use ft_recipe::{Method, Optimizer, Recipe};
 
-/// Values per NF4 quantization block, and blocks per group of double quantization.
-const NF4_BLOCK: u64 = 64;
-
-const NF4_NESTED: u64 = 256;
-
 /// Bytes of NF4 codes for `n` values of one tensor, count of 8-bit scales, count of f32 scales of those.
 pub(super) fn nf4_values(n: u64) -> [u64; 3] {
-    let blocks = n.div_ceil(NF4_BLOCK);
-    [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
+    let blocks = n.div_ceil(BLOCK as u64);
+    [n.div_ceil(2), blocks, blocks.div_ceil(GROUP as u64)]
 }
 
 /// Like [`nf4_values`] for the weight of a module with the dimensions of a rank that cuts it: blocks and groups may be
 /// smaller.
 pub(super) fn nf4_values_of(m: &Module) -> [u64; 3] {
     let n = m.weight_values() as u64;
-    let group = aligned_of(m, (NF4_BLOCK * NF4_NESTED) as usize) as u64;
-    [n.div_ceil(2), n.div_ceil(group.min(NF4_BLOCK)), n.div_ceil(group)]
+    let group = aligned_of(m, BLOCK * GROUP);
+    [n.div_ceil(2), n.div_ceil(group.min(BLOCK) as u64), n.div_ceil(group as u64)]
 }
 
 /// Like [`nf4_values`] for a weight that the checkpoint holds in MXFP4.

@@ -57,7 +57,7 @@ impl FeedForwardTree {
         let expert = |e| {
             let (own, of) = (format!("{block}.{e}"), (Group::Experts, Some(e)));
             let tree = MlpTree::of((c, layer), &own, family.names, (moe.width, family.bias), of);
-            if family.fused { tree.fused(&layer.name(&block), moe.experts, c.mxfp4) } else { tree }
+            if family.fused { tree.fused(&layer.name(&block), moe.experts, c.is_mxfp4()) } else { tree }
         };
         let router = linear(family.router, moe.experts, family.bias);
         let experts = (0..moe.experts).map(expert).collect();
