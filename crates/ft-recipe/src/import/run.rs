@@ -8,8 +8,9 @@ use crate::syntax::quote;
 
 /// Rows of a forward pass, by the toolkits' names.
 const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
-/// Ranks, as launchers name them.
-const RANKS: &[&str] = &["launch.num_processes", "launch.nproc_per_node", "launch.nproc-per-node"];
+/// Ranks as accelerate names them, and those of a node as torchrun does.
+const RANKS: &str = "launch.num_processes";
+const OF_NODE: [&str; 2] = ["launch.nproc_per_node", "launch.nproc-per-node"];
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
@@ -21,11 +22,13 @@ conversions! {
 
 /// Ranks that the command starts; 1 if it does not say.
 fn ranks(ctx: &Context<'_>) -> f64 {
-    ctx.number(RANKS).filter(|n| *n >= 1.0).unwrap_or(1.0)
+    let of = |keys: &[&str]| ctx.number(keys).filter(|n| *n >= 1.0);
+    let on_nodes = || Some(of(&OF_NODE)? * of(&["launch.nnodes"]).unwrap_or(1.0));
+    of(&[RANKS]).or_else(on_nodes).unwrap_or(1.0)
 }
 
 fn accumulation(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    if ctx.tool == "axolotl" && ctx.number(&["batch_size"]).is_some() {
+    if ctx.tool == "axolotl" && ctx.number(&["batch_size"]).is_some_and(|n| n >= 1.0 && n.fract() == 0.0) {
         return needless("batch_size has the rows of a step");
     }
     let (micro, ranks) = (ctx.number(MICRO).unwrap_or(1.0), ranks(ctx));
@@ -36,8 +39,10 @@ fn accumulation(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 fn total_batch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    let taken = ctx.take("run.batch_rows", e);
-    Outcome(Fate::Converted, taken.1 + ": rows of a step")
+    match ctx.take("run.batch_rows", e) {
+        Outcome(Fate::Taken, set) => converted(set + ": rows of a step"),
+        other => other,
+    }
 }
 
 fn steps(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -176,11 +181,14 @@ fn fsdp(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 /// Flags of a launcher.
 fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match e.path.as_str() {
-        path if RANKS.contains(&path) && ranks(ctx) > 1.0 => {
-            let ranks = number_text(ranks(ctx));
-            converted(ctx.set("parallel.data", ranks, e))
+        path if path == RANKS || OF_NODE.contains(&path) => {
+            let ranks = ranks(ctx);
+            if ranks > 1.0 {
+                converted(ctx.set("parallel.data", number_text(ranks), e))
+            } else {
+                needless("one rank")
+            }
         }
-        path if RANKS.contains(&path) => needless("one rank"),
         "launch.config_file" => needless("[parallel] has the layout: parallel.data ranks, parallel.zero"),
         _ => needless("torchrun, srun, mpirun or parallel.local start processes; [parallel] has the layout"),
     }

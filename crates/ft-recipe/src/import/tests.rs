@@ -120,6 +120,10 @@ fn imported_batches_become_rows_of_a_step() {
                   --per_device_train_batch_size 2 --gradient_accumulation_steps 3 --deepspeed ds_z3.json";
     let r = recipe(script);
     assert_eq!((r.run.batch_rows, r.parallel.data, r.parallel.zero), (24, 4, 3));
+    let r = recipe(&script.replace("torchrun", "torchrun --nnodes 2"));
+    assert_eq!((r.run.batch_rows, r.parallel.data), (48, 8));
+    let r = recipe(&text.replace("micro_batch_size", "batch_size: 1.5\nmicro_batch_size"));
+    assert_eq!(r.run.batch_rows, 16, "a share of a row is no number of rows");
 }
 
 #[test]
@@ -538,7 +542,9 @@ fn dataset_info_describes_sources() {
     impl Around for Info {
         fn read(&self, path: &str) -> Option<String> {
             let info = r#"{"mine": {"file_name": "rows.json", "columns": {"prompt": "q", "response": "a"}},
-                "talk": {"hf_hub_url": "x/y", "formatting": "sharegpt", "split": "train", "columns": {"messages": "conversations"}}}"#;
+                "talk": {"hf_hub_url": "x/y", "formatting": "sharegpt", "split": "train", "columns": {"messages": "conversations"}},
+                "pairs": {"file_name": "b.json", "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+                "plain": {"file_name": "c.json", "columns": {"prompt": "prompt", "chosen": "good"}}}"#;
             (path == "dir/dataset_info.json").then(|| info.into())
         }
         fn groups(&self, _: &str) -> Option<Vec<String>> {
@@ -560,4 +566,15 @@ fn dataset_info_describes_sources() {
     assert_eq!((sources[0].source.as_str(), sources[1].source.as_str()), ("dir/rows.json", "x/y"));
     assert_eq!(sources[0].fields["instruction"], "q");
     assert_eq!(recipe.train[0].modules, ["attention", "experts"]);
+    let pairs = text.replace("sft", "dpo").replace("mine, talk", "pairs");
+    let recipe = parsed(&import(&pairs, "a.yaml", &Info).expect("an import"));
+    let fields = ["prompt", "chosen", "rejected"].map(|field| recipe.data.train[0].fields[field].as_str());
+    assert_eq!(fields, ["q", "good", "bad"]);
+    let plain = parsed(&import(&pairs.replace("pairs", "plain"), "a.yaml", &Info).expect("an import"));
+    let fields = &plain.data.train[0].fields;
+    assert_eq!(
+        (fields.get("prompt"), fields["chosen"].as_str()),
+        (None, "good"),
+        "LLaMA-Factory's default is instruction"
+    );
 }

@@ -43,7 +43,10 @@ impl Source {
     /// Names a field of the format, where the file's name is another.
     pub fn field(&mut self, ours: &str, value: &Value) -> Outcome {
         match text(value).filter(|t| !t.is_empty()) {
-            Some(theirs) if theirs == ours => needless("the format's own name"),
+            Some(theirs) if theirs == ours => {
+                self.fields.remove(ours);
+                needless("the format's own name")
+            }
             Some(theirs) => {
                 let shown = format!("fields = {{ {ours} = {} }}", quote(&theirs));
                 self.fields.insert(ours.into(), theirs);
