@@ -5,7 +5,7 @@ use crate::text::template::bounds::{spend, spend_product};
 use crate::text::template::json::{Style, dumps};
 use crate::text::template::python::access::{attribute, iterate, length};
 use crate::text::template::python::kind::{Kind, float, from_int, integer, invalid, text_value};
-use crate::text::template::python::number::{Number, add};
+use crate::text::template::python::number::{Number, add, too_large};
 use crate::text::template::python::strings::{self, capitalized, is_space, lines, split_space};
 use crate::text::template::python::text::{entities, escaped, text};
 use crate::text::template::python::{methods, percent};
@@ -328,13 +328,16 @@ fn round(v: &Value, a: &Arguments) -> Result<Value, Error> {
         ("common", Number::Int(n)) if precision >= 0 => Ok(from_int(n)),
         ("common", Number::Int(n)) => {
             let unit = 10i128.checked_pow(u32::try_from(-precision).unwrap_or(u32::MAX));
-            Ok(from_int(unit.map_or(0, |unit| half_even(n, unit))))
+            unit.map_or(Some(0), |unit| half_even(n, unit)).map(from_int).ok_or_else(too_large)
         }
         ("common", Number::Float(x)) if !x.is_finite() || precision > 308 => Ok(Value::from(x)),
         ("common", Number::Float(x)) if precision >= 0 => {
             Ok(Value::from(format!("{x:.*}", precision as usize).parse().unwrap_or(x)))
         }
-        ("common", Number::Float(x)) => Ok(Value::from((x * factor).round_ties_even() / factor)),
+        ("common", Number::Float(x)) => {
+            let unit = 10f64.powi(i32::try_from(precision.unsigned_abs()).unwrap_or(i32::MAX));
+            Ok(Value::from(if unit.is_finite() { (x / unit).round_ties_even() * unit } else { 0.0 }))
+        }
         ("ceil" | "floor", number) => {
             let scaled = number.float() * factor;
             if !scaled.is_finite() {
@@ -347,11 +350,11 @@ fn round(v: &Value, a: &Arguments) -> Result<Value, Error> {
     }
 }
 
-/// `n` rounded to a multiple of `unit`, a half to the even one.
-fn half_even(n: i128, unit: i128) -> i128 {
+/// `n` rounded to a multiple of `unit`, a half to the even one; `None` for a number that is too large.
+fn half_even(n: i128, unit: i128) -> Option<i128> {
     let (q, r) = (n.div_euclid(unit), n.rem_euclid(unit));
-    let up = 2 * r > unit || 2 * r == unit && q % 2 != 0;
-    (q + i128::from(up)) * unit
+    let up = r > unit - r || r == unit - r && q % 2 != 0;
+    (q + i128::from(up)).checked_mul(unit)
 }
 
 /// `json.dumps` of Python.

@@ -228,7 +228,15 @@ impl Spec {
     fn number(&self, v: &Value) -> Result<String, Error> {
         let kind = Kind::of(v).name();
         let number = Number::of(v).ok_or_else(|| self.unknown(kind))?;
+        if let (Some(mark), Some(letter @ ('c' | 'n'))) = (self.grouping, self.letter) {
+            return Err(invalid(format!("Cannot specify '{mark}' with '{letter}'.")));
+        }
         match (number, self.letter) {
+            (Number::Int(_), Some('c'))
+                if self.sign.is_some() || self.alternate || self.precision.is_some() =>
+            {
+                Err(invalid("a sign, # or precision is not allowed in a format 'c'"))
+            }
             (Number::Int(n), None | Some('n')) => self.integer(n, 'd'),
             (Number::Int(n), Some(c @ ('b' | 'o' | 'x' | 'X' | 'd'))) => self.integer(n, c),
             (Number::Int(n), Some('c')) => {

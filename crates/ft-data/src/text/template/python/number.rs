@@ -35,7 +35,7 @@ fn unsupported(op: &str, a: &Value, b: &Value) -> Error {
     invalid(format!("unsupported operand type(s) for {op}: '{a}' and '{b}'"))
 }
 
-fn too_large() -> Error {
+pub(crate) fn too_large() -> Error {
     invalid("an integer is too large")
 }
 
@@ -167,7 +167,7 @@ fn floored(x: f64, y: f64) -> Result<(f64, f64), Error> {
 pub(crate) fn power(a: &Value, b: &Value) -> Result<Value, Error> {
     let whole = |x: i128, y: i128| match u32::try_from(y) {
         Ok(y) => int(x.checked_pow(y)),
-        Err(_) if y > 0 && x.abs() < 2 => Ok(Number::Int(if x == -1 && y % 2 == 0 { 1 } else { x })),
+        Err(_) if y > 0 && x.unsigned_abs() < 2 => Ok(Number::Int(if x == -1 && y % 2 == 0 { 1 } else { x })),
         Err(_) if y > 0 => Err(too_large()),
         Err(_) => real_power(x as f64, y as f64).map(Number::Float),
     };

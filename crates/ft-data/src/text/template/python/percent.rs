@@ -4,7 +4,7 @@ use super::access::item;
 use super::digits::{Align, aligned, check_width, float_digits, int_digits};
 use super::format::closing;
 use super::kind::{Kind, integer, invalid};
-use super::number::Number;
+use super::number::{Number, too_large};
 use super::text::{entities, escape_code, repr, text};
 use crate::text::template::bounds::spend;
 use minijinja::{Error, Value};
@@ -166,7 +166,7 @@ impl Conversion {
         let n = match Number::of(value) {
             Some(Number::Int(n)) => Some(n),
             Some(Number::Float(x)) if x.is_finite() && matches!(self.letter, 'd' | 'i' | 'u') => {
-                Some(x.trunc() as i128)
+                Some(x.trunc()).filter(|x| x.abs() < 1e38).map(|x| Some(x as i128)).ok_or_else(too_large)?
             }
             _ => None,
         };
