@@ -264,7 +264,8 @@ fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Splits>, Str
     for config in card.as_array().into_iter().flatten() {
         let text = |key: &str| config.get(key).and_then(Value::as_str);
         let name = text("config_name").unwrap_or("default");
-        let folder = text("data_dir").map(|d| d.trim_matches('/').to_string() + "/").unwrap_or_default();
+        let folder = text("data_dir").map(|d| d.trim_start_matches("./").trim_matches('/'));
+        let folder = folder.filter(|d| !matches!(*d, "" | ".")).map(|d| format!("{d}/")).unwrap_or_default();
         let inside: Vec<&str> = data.iter().copied().filter(|f| f.starts_with(&folder)).collect();
         let splits = match config.get("data_files") {
             None => by_name(&inside),
@@ -471,6 +472,10 @@ mod tests {
         assert!(ask(Some("main"), Some("dev")).unwrap_err().contains("it has test, train"));
         let folder = json!([{"config_name": "x", "data_dir": "main", "default": true}]);
         assert_eq!(chosen(&files, folder, None, Some("train")), Ok(vec![files[0].into()]));
+        for root in ["", "/", ".", "./"] {
+            let all = json!([{"config_name": "x", "data_dir": root, "data_files": "main/train-*"}]);
+            assert_eq!(chosen(&files, all, None, None), Ok(vec![files[0].into()]), "{root:?}");
+        }
         let marked = json!([
             {"config_name": "socratic", "data_dir": "socratic", "default": true},
             {"config_name": "main", "data_dir": "main"},
