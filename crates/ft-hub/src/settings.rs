@@ -138,7 +138,8 @@ mod tests {
         assert_eq!(of(&[("HF_HOME", home)]).token.as_deref(), Some("hf_file"));
         let s = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_variable")]);
         assert_eq!(s.token.as_deref(), Some("hf_variable"));
-        assert!(!format!("{s:?}").contains("hf_variable"));
+        let shown = format!("{s:?}");
+        assert!(shown.contains("token: Some(\"set\")") && !shown.contains("hf_variable"), "{shown}");
         let old = ("HUGGING_FACE_HUB_TOKEN", "hf_old");
         assert_eq!(of(&[("HF_HOME", home), old]).token.as_deref(), Some("hf_old"));
         assert_eq!(of(&[("HF_TOKEN", "hf_new"), old]).token.as_deref(), Some("hf_new"));

@@ -386,6 +386,47 @@ fn stages_keep_inputs_on_the_device() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// On each of its two stages, half of the gradient comes as parts to add, the other half as sums.
+#[test]
+fn stages_exchange_the_gradient_of_a_table_that_they_share() -> anyhow::Result<()> {
+    let p = plan("Qwen/Qwen3-0.6B", &full(), &["parallel.pipeline=2"], true)?;
+    assert_eq!(p.wire - p.exchanged, 4 * 151_936 * 1024);
+    Ok(())
+}
+
+#[test]
+fn more_tokens_of_a_rank_have_more_indices_on_the_cpu() {
+    let whole = Tokens::of(&[64], 63);
+    let [none, half] = [Tokens::default(), whole.cut(2)].map(|own| whole.beside(own, &[], false));
+    assert_eq!(half - none, (8 + 4) * 32);
+}
+
+#[test]
+fn the_pass_of_the_reference_takes_its_share_of_a_step() -> anyhow::Result<()> {
+    let mut p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[], false)?;
+    let work = Some(2.0 * p.step_work());
+    p.reference = Some(workload::ReferencePass { other: None, samples: None, work });
+    let step = rates::Range { low: 3.0, high: 5.0, source: rates::Source::Measured };
+    assert_eq!(p.json(Some(step))["reference"]["seconds"], serde_json::json!([6.0, 10.0]));
+    Ok(())
+}
+
+#[test]
+fn components_below_a_hundredth_of_the_peak_are_one_line() -> anyhow::Result<()> {
+    use Component::{Adapters, Batch, Gradients, Mlp};
+    let mut p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[], false)?;
+    p.peak.bytes = Bytes::default();
+    for (c, bytes) in [(Mlp, 980), (Adapters, 10), (Gradients, 9), (Batch, 1)] {
+        p.peak.bytes.add(c, bytes);
+    }
+    let text = p.text("", None, &[]);
+    for (label, shown) in [("adapters", true), ("gradients", false), ("micro-batch", false), ("other", true)]
+    {
+        assert_eq!(text.contains(&format!("\n  {label:<24} ")), shown, "{label}: {text}");
+    }
+    Ok(())
+}
+
 /// AdamW on CUDA works in pieces.
 #[test]
 fn temporaries_of_the_optimizer_are_at_most_400_mib() -> anyhow::Result<()> {

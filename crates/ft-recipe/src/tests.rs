@@ -592,6 +592,14 @@ fn table_writer_schema_and_checks_have_the_same_keys() {
     assert_eq!(in_schema, table);
 }
 
+/// Of two keys that stand for each other, the resolved recipe has the one in use.
+#[test]
+fn replaced_keys_are_left_out_of_the_resolved_recipe() {
+    let keys = ok(&["run.steps=12", "optimizer.warmup_ratio=0.1"]).math_keys();
+    let has = ["run.steps", "run.epochs", "optimizer.warmup_ratio", "optimizer.warmup_steps"];
+    assert_eq!(has.map(|key| keys.contains_key(key)), [true, false, true, false]);
+}
+
 fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<String>) {
     if let Some(properties) = schema["properties"].as_object() {
         assert_eq!(schema["additionalProperties"], false, "{path}");

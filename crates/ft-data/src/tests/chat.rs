@@ -215,6 +215,18 @@ fn earlier_turns_may_end_without_a_stop() {
     assert!(other.unwrap_err().to_string().contains("its end is written otherwise"));
 }
 
+/// A mark at either end of the answer would change the text.
+#[test]
+fn turns_are_found_where_a_template_reads_both_ends_of_them() {
+    let t = with_template(
+        "{% for m in messages %}<{{ m.role }}>\
+         {{ '!' if m.content.startswith('[') and m.content.endswith(']') }}{{ m.content }}</s>{% endfor %}\
+         {% if add_generation_prompt %}<assistant>{% endif %}",
+    );
+    let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "[no]"}]);
+    assert_eq!(spans_of(&t, &messages, &Value::Null).unwrap(), ["![no]</s>"]);
+}
+
 #[test]
 fn empty_turns_are_rendered_and_supervised_where_the_text_shows_them() {
     let turn = |role: &str, text: &str| json!({"role": role, "content": text});

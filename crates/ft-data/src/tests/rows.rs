@@ -453,8 +453,12 @@ fn weights_are_exact_in_expectation() {
         assert!((mean - 1.5).abs() < 0.1, "{counts:?}");
     }
     s[0].weight = 0.01;
-    let few = Dataset::load(Part::Train, &of(&s[..1], &data(8)), &|s| files.0.path().join(s), None, 64, 0);
-    assert!(few.unwrap_err().to_string().contains("no sample of the sources is in an epoch"));
+    let cfg = ft_recipe::Data { eval: s[..1].to_vec(), ..of(&s[..1], &data(8)) };
+    for (part, key) in [(Part::Train, "data.train"), (Part::Eval, "data.eval")] {
+        let few = Dataset::load(part, &cfg, &|s| files.0.path().join(s), None, 64, 0);
+        let told = format!("{key}: by their weights no sample of the sources is in an epoch");
+        assert!(few.unwrap_err().to_string().contains(&told));
+    }
 }
 
 #[test]
@@ -591,6 +595,24 @@ fn unsupported_and_missing_sources_are_named() {
     let mut s = source("a.jsonl", Format::Text);
     s.split = Some("validation".into());
     assert!(files.load(&[s], &data(8)).unwrap_err().to_string().contains("split"));
+}
+
+#[test]
+fn models_without_what_a_format_needs_are_refused() {
+    let files = Files::new(&[("a.jsonl", "{\"input_ids\": [1, 2]}")]);
+    let dir = files.0.path();
+    std::fs::copy(fixture("tiny-tokenizer/tokenizer.json"), dir.join("tokenizer.json")).unwrap();
+    let bare = Tokenizer::load(dir, None).unwrap().unwrap();
+    let load = |format| load_in(dir, &[source("a.jsonl", format)], &data(8), &bare);
+    for (format, lacks) in [
+        (Format::Messages, "no chat template, which format = \"messages\" needs"),
+        (Format::Text, "names no end-of-sequence token"),
+    ] {
+        let error = load(format).unwrap_err();
+        assert!(error.to_string().contains(lacks), "{error}");
+        assert_eq!(error.exit_code(), ft_base::ExitCode::Model);
+    }
+    assert!(load(Format::Tokens).is_ok());
 }
 
 #[test]

@@ -237,14 +237,19 @@ fn adapter_configs_round_trip() -> Result<()> {
     Ok(())
 }
 
-/// PyTorch's `padding_idx`; a tied table's row trains as the head's.
+/// PyTorch's `padding_idx`; a tied table's row trains as the head's, and a score head has none.
 #[test]
 fn the_padding_token_in_an_untied_embedding_is_noted() -> Result<()> {
-    for (tied, tokens, noted) in [(false, "[7, 5]", true), (false, "[7]", false), (true, "[7, 5]", false)] {
-        let c = config(json!({"pad_token_id": 5, "tie_word_embeddings": tied}))?;
+    for (tied, class, tokens, noted) in [
+        (false, "Qwen3ForCausalLM", "[7, 5]", true),
+        (false, "Qwen3ForCausalLM", "[7]", false),
+        (true, "Qwen3ForCausalLM", "[7, 5]", false),
+        (true, "Qwen3ForSequenceClassification", "[7, 5]", true),
+    ] {
+        let c = config(json!({"pad_token_id": 5, "tie_word_embeddings": tied, "architectures": [class]}))?;
         let mut s = select(&c, &format!("[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens}"))?;
         s.look_up(&c, None)?;
-        assert_eq!(s.notes.len(), usize::from(noted), "{tied}, {tokens}: {:?}", s.notes);
+        assert_eq!(s.notes.len(), usize::from(noted), "{class}, {tied}, {tokens}: {:?}", s.notes);
         assert!(!noted || s.notes[0].contains("train.0: tokens: 5 is the padding token"), "{:?}", s.notes);
     }
     Ok(())

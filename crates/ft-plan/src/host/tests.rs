@@ -4,7 +4,7 @@ use super::capacity::{Capacity, Volume};
 use super::files::FileGroup;
 use super::parts::{NamedBytes, sum};
 use super::plan::{MPI, NCCL, TOKENS};
-use crate::Plan;
+use crate::{Plan, Workload};
 use ft_recipe::Recipe;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -130,6 +130,20 @@ fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()
         assert!(said.contains(what), "{what:?} is not in {said}");
     }
     assert!(p.hints.iter().any(|h| h.set == ["data.cache=false"]));
+    // with another file on the disk, no single one of them makes enough room
+    let model = FileGroup { name: "model", bytes: 2 * GIB, dir: "/cache".into(), change: &["HF_HOME"] };
+    p.space.files.push(model);
+    p.hints.clear();
+    p.look(&recipe, &room);
+    let said = p.refusal().to_string();
+    for what in [
+        "hint: FT_CACHE on another disk: saves 3.00 GiB on this one",
+        "hint: data.cache true -> false: saves 3.00 GiB on this one; tokens stay in memory",
+        "hint: HF_HOME on another disk: saves 2.00 GiB on this one",
+    ] {
+        assert!(said.contains(what), "{what:?} is not in {said}");
+    }
+    assert!(p.hints.iter().all(|h| h.set != ["data.cache=false"]));
     Ok(())
 }
 
@@ -165,6 +179,12 @@ fn the_cpus_device_is_the_host() -> anyhow::Result<()> {
     // without a budget the device gets the host memory left by the process
     let p = plan(&["memory.host_budget=32GiB"], 0, [1 << 40; 2], 0)?;
     assert_eq!(p.budget, Some(32 * GIB / 20 * 19 - host));
+    // and by the tokenized data
+    let recipe = recipe(&["memory.host_budget=32GiB"])?;
+    let mut data = Workload::default();
+    data.epoch.get_or_insert_default().resident = GIB;
+    let with = |w: Workload| super::budget(&recipe, crate::machine(&recipe, false), &w, (None, 0));
+    assert_eq!(with(Workload::default()).zip(with(data)).map(|(a, b)| a - b), Some(GIB));
     Ok(())
 }
 

@@ -280,4 +280,21 @@ mod tests {
         assert_eq!(error.exit_code(), crate::ExitCode::Storage);
         assert!(error.to_string().contains("file"), "{error}");
     }
+
+    #[test]
+    fn failures_to_write_name_a_remedy() {
+        use io::ErrorKind::*;
+        for (kind, remedy) in [
+            (StorageFull, "free some space"),
+            (QuotaExceeded, "free some space"),
+            (FileTooLarge, "(ulimit -f); raise it"),
+            (ResourceBusy, "name a folder on it"),
+            (CrossesDevices, "name a folder on it"),
+            (ReadOnlyFilesystem, "mounted read-only; choose another folder"),
+            (PermissionDenied, "this user may not write there"),
+        ] {
+            let text = Error::write("write", Path::new("file"), kind.into()).to_string();
+            assert!(text.contains(remedy), "{text}");
+        }
+    }
 }

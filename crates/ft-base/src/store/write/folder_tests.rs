@@ -245,9 +245,11 @@ fn links_are_followed_where_the_user_names_them_alone() {
     fs::write(workspace.join(OLD).join("inner/mine"), "x").unwrap();
     symlink("../../victim", workspace.join(OLD).join("link")).unwrap();
     symlink("../victim", target.join("inner")).unwrap();
-    fs::write(workspace.join(KEEP), "link/key\0inner/mine\0inner/../inner/mine\0./inner\0/inner\0inner/\0")
-        .unwrap();
+    fs::write(workspace.join("mine"), "x").unwrap();
+    let listed = "link/key\0inner/mine\0inner/../inner/mine\0./inner\0/inner\0inner/\0../mine\0";
+    fs::write(workspace.join(KEEP), listed).unwrap();
     drop(AtomicFolder::begin(&target).unwrap());
+    assert!(!exists(&root.path().join("mine")), "moved beside the folder");
     assert_eq!(names(&target), ["config.json", "inner", "weights"]);
     assert_eq!(names(&root.path().join("victim")), ["key"]);
     // The list may be a pipe without a writer.

@@ -181,3 +181,15 @@ fn note(file: &mut File) -> io::Result<Option<String>> {
     let ours = NOTE.starts_with(text) || number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
     Ok(ours.then(|| text.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Its last user may remove a folder at any time before it is locked.
+    #[test]
+    fn a_folder_that_has_just_gone_is_not_refused() {
+        let root = tempfile::tempdir().unwrap();
+        real_folder(&root.path().join("gone")).unwrap();
+    }
+}

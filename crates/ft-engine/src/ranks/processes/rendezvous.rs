@@ -367,6 +367,13 @@ mod tests {
         assert!(all.join().expect("no panic").is_some_and(|why| why.contains("two processes are rank 1")));
     }
 
+    #[test]
+    fn a_start_ends_at_its_deadline_and_names_the_ranks_that_have_not_come() {
+        let (mut listener, _, at) = opened(3);
+        let why = register_all(own(0, 3), &mut listener, at, Instant::now()).err();
+        assert_eq!(why, Some(format!("ranks {{1, 2}} have not come to {at}")));
+    }
+
     /// Callers without the key, more than the listener hears at once, all of them open until the ranks have met.
     #[test]
     fn strangers_neither_end_nor_stall_a_start() {

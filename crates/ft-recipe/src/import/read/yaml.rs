@@ -222,4 +222,10 @@ mod tests {
         assert!(value(text, 6).is_ok());
         assert!(value(text, 5).unwrap_err().ends_with("more than 5 values"));
     }
+
+    #[test]
+    fn copies_count_with_the_values_inside() {
+        // the root, a table of one value, and its copies for the anchor and the alias
+        assert!(value("a: &x {b: 1}\nc: *x", 6).unwrap_err().ends_with("more than 6 values"));
+    }
 }
