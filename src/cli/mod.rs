@@ -37,6 +37,7 @@ use model::{export, merge, push, quantize};
 use recipe::{check, data, import, init, plan, recipes, schema};
 use rustix::process::{Resource, getrlimit};
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::process::ExitCode;
 use train::{bench, eval, logits, report, routes, run};
 
@@ -116,7 +117,8 @@ enum Verb {
 /// Minimum stack of a subcommand in bytes: the default of Linux for the main thread.
 const STACK: usize = 8 << 20;
 
-/// Runs the command line of this process and returns the exit code.
+/// Runs the command line of this process and returns the exit code. After the loss of a rank the process ends without
+/// exit handlers, since other threads may still be in a collective.
 ///
 /// With a small `ulimit -s` or any `ulimit -v` the command line runs on a thread with a stack of fixed
 /// size: the main thread's stack grows on demand, and the kernel kills the process if the limit leaves no
@@ -124,20 +126,25 @@ const STACK: usize = 8 << 20;
 /// thread of their own, one of the compute pool.
 pub fn main() -> ExitCode {
     let work = || call(std::env::args_os());
-    if !is_limited() {
-        return ExitCode::from(work());
+    let code = if is_limited() { on_thread(work) } else { work() };
+    if code == ft_base::ExitCode::LostRank as u8 {
+        let _ = std::io::stdout().flush();
+        ft_base::ExitCode::LostRank.end_process();
     }
+    ExitCode::from(code)
+}
+
+fn on_thread(work: impl FnOnce() -> u8 + Send + 'static) -> u8 {
     let thread = memory::room_for_thread(STACK)
         .and_then(|()| std::thread::Builder::new().stack_size(STACK).spawn(work));
-    let code = match thread {
+    match thread {
         // the panic hook has reported it
         Ok(thread) => thread.join().unwrap_or(ft_base::ExitCode::Internal as u8),
         Err(e) => {
             tell(&format!("error: out of memory: no thread to work on: {e}"));
             ft_base::ExitCode::DoesNotFit as u8
         }
-    };
-    ExitCode::from(code)
+    }
 }
 
 /// Whether the shell limits the stack below [`STACK`], or the address space.
