@@ -16,8 +16,8 @@
 //! bench, merge build on these.
 //! ```
 //!
-//! An item that reads or writes files, computes, or waits for other ranks may fail with an error of the disk or the
-//! device, or a lost rank, and passes on the errors of the items it calls. `# Errors` sections name those of its own.
+//! Errors of the disk and the device, lost ranks and errors of called items are documented here only. `# Errors`
+//! sections name further errors.
 
 mod auto_layout;
 pub mod bench;

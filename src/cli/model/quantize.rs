@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub struct Args {
     /// The model: a hub id, or a local folder
     model: String,
-    /// The folder to write, which must be empty or not there
+    /// Output folder: new or empty
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Branch, tag or commit on the hub

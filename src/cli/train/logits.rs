@@ -18,7 +18,7 @@ pub struct Args {
     model: String,
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// The folder to write, which must be empty or not there
+    /// Output folder: new or empty
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Most probable tokens of the teacher to keep at each supervised token

@@ -32,7 +32,7 @@ const FOLDER_LIMIT: Duration = Duration::from_secs(10);
 /// As [`super::run()`]; lost rank; number of processes different from the number of ranks in the recipe.
 pub fn run(mut recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
-    // A process that fails to join must print its own error.
+    // No other rank prints the error of a process outside the group.
     let joined = processes::join(launch, timeout).inspect_err(|_| terminal::to_terminal());
     let (comm, neighbors) = joined?;
     if comm.rank() > 0 {

@@ -99,7 +99,7 @@ impl<'p> Point<'p> {
         after
     }
 
-    /// Bytes beside those of visits and saved activations.
+    /// Components other than the visit's and the saved activations.
     fn beside(&self, live_as: Component) -> [(Component, u64); 5] {
         [
             (Workspace, self.extra),

@@ -72,7 +72,10 @@ impl<'a> Keys<'a> {
         if is_new { Err(self.bad(key, text)) } else { Ok(format!("{}: {text}", self.name(key))) }
     }
 
-    /// A value of the type that `read` takes; for any other, an error that `what` is wanted.
+    /// The value of a key, converted by `read`; `None` if absent.
+    ///
+    /// # Errors
+    /// A value of another type; the message names the wanted one, `what`.
     pub(super) fn typed<T>(
         &self,
         key: &str,
