@@ -117,8 +117,8 @@ enum Verb {
 /// Minimum stack of a subcommand in bytes: the default of Linux for the main thread.
 const STACK: usize = 8 << 20;
 
-/// Runs the command line of this process and returns the exit code. After the loss of a rank the process ends without
-/// exit handlers, since other threads may still be in a collective.
+/// Runs the command line of this process and returns the exit code. After a failure the process ends without exit
+/// handlers, since other threads may still be in a collective.
 ///
 /// With a small `ulimit -s` or any `ulimit -v` the command line runs on a thread with a stack of fixed
 /// size: the main thread's stack grows on demand, and the kernel kills the process if the limit leaves no
@@ -127,11 +127,11 @@ const STACK: usize = 8 << 20;
 pub fn main() -> ExitCode {
     let work = || call(std::env::args_os());
     let code = if is_limited() { on_thread(work) } else { work() };
-    if code == ft_base::ExitCode::LostRank as u8 {
+    if code != 0 {
         let _ = std::io::stdout().flush();
-        ft_base::ExitCode::LostRank.end_process();
+        ft_base::ExitCode::of(code).end_process();
     }
-    ExitCode::from(code)
+    ExitCode::SUCCESS
 }
 
 fn on_thread(work: impl FnOnce() -> u8 + Send + 'static) -> u8 {

@@ -18,6 +18,7 @@ use ft_kernels::tensor::Real;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Interval between checks of pending NCCL operations.
@@ -55,10 +56,15 @@ pub fn with<R>(
         let (handle, over) = (link.handle(), Arc::new(AtomicBool::new(false)));
         let aborting = Arc::clone(&handle);
         host.when_lost(Box::new(move || aborting.abort()));
-        look(handle, Arc::clone(&over), timeout)?;
+        let looks = look(handle, Arc::clone(&over), timeout)?;
         let all = Nccl { host, link };
         let outcome = f(&all).and_then(|out| all.end().map(|()| out));
         over.store(true, Relaxed);
+        if outcome.is_ok() {
+            // The process may end next, and with it the driver.
+            looks.thread().unpark();
+            let _ = looks.join();
+        }
         outcome.map_err(|e| all.explain(e))
     });
     // Device errors after an abort are a consequence; report the cause.
@@ -80,15 +86,15 @@ fn meet(host: &dyn Comm, device: &Device) -> Result<Link> {
 }
 
 /// Starts a thread to check pending NCCL operations; the rank's own thread may block on them.
-fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> Result<()> {
+fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> Result<JoinHandle<()>> {
     let look = move || {
         while !over.load(Relaxed) && !handle.is_aborted() {
-            std::thread::sleep(CHECK);
+            std::thread::park_timeout(CHECK);
             handle.look(timeout);
         }
     };
     let started = std::thread::Builder::new().name("NCCL".into()).stack_size(512 << 10).spawn(look);
-    started.map(drop).map_err(|e| NcclError(format!("a thread cannot start: {e}")).into())
+    started.map_err(|e| NcclError(format!("a thread cannot start: {e}")).into())
 }
 
 impl Nccl<'_> {
