@@ -32,6 +32,12 @@ pub fn is_of_documents(event: &Value) -> bool {
     ["accuracy", "margins", "kl"].iter().any(|key| event.get(*key).is_some())
 }
 
+/// Perplexity of an evaluation, in distillation of the labels; `None` if the loss is of whole documents.
+pub fn perplexity(event: &Value) -> Option<f64> {
+    let loss = event["ce"].as_f64().or(event["loss"].as_f64())?;
+    Some(loss.exp()).filter(|p| p.is_finite() && !is_of_documents(event))
+}
+
 /// Numbers of steps, evaluations and expert load, by names in groups: `train/loss`, `eval/perplexity`.
 pub fn scalars(event: &Value) -> Vec<(String, f64)> {
     let numbers = |group: &str, keys: &[&str]| -> Vec<(String, f64)> {
@@ -51,10 +57,7 @@ pub fn scalars(event: &Value) -> Vec<(String, f64)> {
             out.extend(numbers("eval", OF_TASKS));
             let classes = event.as_object().into_iter().flatten().filter(|(key, _)| key.starts_with("f1_"));
             out.extend(classes.filter_map(|(key, f1)| Some((format!("eval/{key}"), f1.as_f64()?))));
-            // in distillation, the perplexity is of the labels
-            let loss = event["ce"].as_f64().or(event["loss"].as_f64());
-            let perplexity = loss.map(f64::exp).filter(|p| p.is_finite() && !is_of_documents(event));
-            out.extend(perplexity.map(|p| ("eval/perplexity".to_string(), p)));
+            out.extend(perplexity(event).map(|p| ("eval/perplexity".to_string(), p)));
             out
         }
         Some("experts") => numbers("experts", &["entropy", "peak", "dead"]),

@@ -1,6 +1,6 @@
 //! Model card (README.md on the hub) of an adapter or a model.
 
-use super::metrics::{Metrics, text};
+use super::metrics::{Eval, Metrics, text};
 use super::render::render;
 use ft_base::store;
 use ft_base::terminal::escape;
@@ -146,17 +146,15 @@ fn results(m: &Metrics) -> Vec<(String, String)> {
     if let Some((_, s)) = m.steps.last_key_value().filter(|(_, s)| s.loss.is_finite()) {
         rows.push(("training loss of the last step".into(), format!("{:.4}", s.loss)));
     }
-    let evals: Vec<(u64, f64)> = m.eval_losses().finite().collect();
+    let evals: Vec<(&u64, &Eval)> = m.evals.iter().filter(|(_, e)| e.loss.is_finite()).collect();
     let last = evals.last().filter(|_| evals.len() > 1);
-    for (step, loss) in evals.first().into_iter().chain(last) {
-        let value = match m.scores.get(step).filter(|_| m.is_of_documents()) {
-            Some([.., accuracy, f1]) if f1.is_finite() => {
-                format!("{loss:.4} (accuracy {accuracy:.4}, F1 {f1:.4})")
-            }
-            Some([.., accuracy, _]) => format!("{loss:.4} (accuracy {accuracy:.4})"),
-            None => format!("{loss:.4} (perplexity {:.2})", loss.exp()),
-        };
-        rows.push((format!("evaluation loss after step {step}"), value));
+    for (step, Eval { loss, perplexity, scores: [.., accuracy, f1] }) in evals.first().into_iter().chain(last)
+    {
+        let more = [("perplexity", perplexity, 2), ("accuracy", accuracy, 4), ("F1", f1, 4)];
+        let more = more.iter().filter(|(_, n, _)| n.is_finite());
+        let more: Vec<_> = more.map(|(name, n, digits)| format!("{name} {n:.digits$}")).collect();
+        let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join(", ")) };
+        rows.push((format!("evaluation loss after step {step}"), format!("{loss:.4}{more}")));
     }
     rows
 }
@@ -218,6 +216,27 @@ mod tests {
                     [run]\noutput = \"/private/run\"\n";
         let shown = without_paths(Recipe::parse(text, "r.toml", &[])?).to_toml();
         assert!(shown.contains("\"reference\"") && !shown.contains("private"), "{shown}");
+        Ok(())
+    }
+
+    /// Losses of whole documents have no perplexity; in distillation, it is that of the labels.
+    #[test]
+    fn results_have_the_numbers_of_the_task() -> anyhow::Result<()> {
+        for (of_task, shown) in [
+            ("", "0.5000 (perplexity 1.65)"),
+            (r#", "kd": 0.25, "ce": 1.5"#, "0.5000 (perplexity 4.48)"),
+            (r#", "kl": 0.0"#, "0.5000"),
+            (r#", "margins": 0.1, "kl": 0.0, "exact_match": 0.5"#, "0.5000"),
+            (r#", "accuracy": 0.75, "f1": 0.5"#, "0.5000 (accuracy 0.7500, F1 0.5000)"),
+        ] {
+            let file = tempfile::NamedTempFile::new()?;
+            std::fs::write(
+                file.path(),
+                format!("{{\"event\": \"eval\", \"step\": 1, \"loss\": 0.5{of_task}}}\n"),
+            )?;
+            let rows = results(&Metrics::read(file.path())?);
+            assert_eq!(rows.last().map(|(_, value)| value.as_str()), Some(shown), "{of_task}");
+        }
         Ok(())
     }
 }

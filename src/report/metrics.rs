@@ -6,6 +6,7 @@
 
 use super::error::Error;
 use super::plot::{ExpertCounts, Series};
+use crate::log;
 use ft_base::store;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -34,6 +35,8 @@ pub struct Step {
     pub logps: [f64; 2],
     /// Divergence from the teacher, and cross-entropy of the labels.
     pub distilled: [f64; 2],
+    /// Whether the loss is of whole documents.
+    pub is_of_documents: bool,
     /// Tokens processed.
     pub tokens: f64,
     /// Supervised tokens.
@@ -61,6 +64,7 @@ impl Step {
             rewards: ["rewards_chosen", "rewards_rejected"].map(n),
             logps: ["logps_chosen", "logps_rejected"].map(n),
             distilled: ["kd", "ce"].map(n),
+            is_of_documents: log::is_of_documents(e),
             tokens: n("tokens"),
             targets: n("target_tokens"),
             seconds: n("seconds"),
@@ -123,7 +127,7 @@ impl Sample {
     }
 }
 
-/// Names and keys of the scores of an evaluation, in the order of [`Metrics::scores`]: of generated answers, then of
+/// Names and keys of the scores of an evaluation, in the order of [`Eval::scores`]: of generated answers, then of
 /// pairs and classified documents.
 pub const SCORES: [(&str, &str); 5] = [
     ("exact match", "exact_match"),
@@ -133,6 +137,16 @@ pub const SCORES: [(&str, &str); 5] = [
     ("F1", "f1"),
 ];
 
+/// An evaluation. Missing or non-finite numbers are NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct Eval {
+    pub loss: f64,
+    /// NaN if the loss is of whole documents.
+    pub perplexity: f64,
+    /// In the order of [`SCORES`].
+    pub scores: [f64; SCORES.len()],
+}
+
 /// All metrics of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -140,10 +154,8 @@ pub struct Metrics {
     pub start: Value,
     /// Steps by number, from 1.
     pub steps: BTreeMap<u64, Step>,
-    /// Evaluation loss, by completed steps.
-    pub evals: BTreeMap<u64, f64>,
-    /// Scores of evaluations, by completed steps, in the order of [`SCORES`]; NaN if not requested.
-    pub scores: BTreeMap<u64, [f64; SCORES.len()]>,
+    /// Evaluations, by completed steps.
+    pub evals: BTreeMap<u64, Eval>,
     /// Replies to `log.samples`, in the order of the file.
     pub samples: Vec<Sample>,
     /// Answers that are scored, in the order of the file.
@@ -226,11 +238,9 @@ impl Metrics {
                 self.steps.insert(step, Step::new(&e));
             }
             "eval" => {
-                let scores = SCORES.map(|(_, key)| n(key));
-                if scores.iter().any(|s| s.is_finite()) {
-                    self.scores.insert(step, scores);
-                }
-                self.evals.insert(step, n("loss"));
+                let perplexity = log::perplexity(&e).unwrap_or(f64::NAN);
+                let eval = Eval { loss: n("loss"), perplexity, scores: SCORES.map(|(_, key)| n(key)) };
+                self.evals.insert(step, eval);
             }
             "sample" => Sample::new(&e).add_to(&mut self.samples),
             "answer" => Sample::new(&e).add_to(&mut self.answers),
@@ -265,7 +275,6 @@ impl Metrics {
         let after = step.saturating_add(1);
         self.steps.split_off(&after);
         self.evals.split_off(&after);
-        self.scores.split_off(&after);
         self.expert_load.split_off(&after);
         [&mut self.samples, &mut self.answers].into_iter().for_each(|list| list.retain(|s| s.step <= step));
         self.resumed.retain(|s| *s <= step);
@@ -314,14 +323,14 @@ impl Metrics {
         if self.is_smoothed() { series.smooth(self.window()) } else { series }
     }
 
-    /// Whether the loss is of whole documents, and so has no perplexity.
+    /// Whether the loss is of whole documents.
     pub fn is_of_documents(&self) -> bool {
-        self.steps.values().any(|s| s.accuracy.is_finite() || s.margin.is_finite())
+        self.steps.values().any(|s| s.is_of_documents)
     }
 
     /// Evaluation losses.
     pub fn eval_losses(&self) -> Series {
-        Series(self.evals.iter().map(|(s, l)| (*s, *l)).collect())
+        Series(self.evals.iter().map(|(step, e)| (*step, e.loss)).collect())
     }
 
     /// Sum of a number over all steps.

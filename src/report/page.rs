@@ -64,10 +64,11 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
     let ends = |s: &Series| Some((s.finite().next()?, s.finite().next_back()?));
     let evals = m.eval_losses();
     if let (Some((first, last)), Some(best)) = (ends(&evals), evals.lowest()) {
-        let [first_loss, best_loss, perplexity] = [first.1, best.1, last.1.exp()].map(short);
+        let (first_loss, best_loss) = (short(first.1), short(best.1));
         let mut more = format!("first {first_loss} at step {}, best {best_loss} at step {}", first.0, best.0);
-        if !m.is_of_documents() {
-            more += &format!("; perplexity {perplexity}");
+        let perplexity = m.evals[&last.0].perplexity;
+        if perplexity.is_finite() {
+            more += &format!("; perplexity {}", short(perplexity));
         }
         add("evaluation loss", short(last.1), more);
     }
@@ -155,10 +156,11 @@ const OF_ANSWERS: usize = 3;
 /// Curves of some of the [`SCORES`] with at least `least` finite values.
 fn score_curves(m: &Metrics, of: std::ops::Range<usize>, least: usize) -> Vec<Curve<'static>> {
     let curve = |k: usize| {
-        let points = Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
+        let points = m.evals.iter().map(|(step, e)| (*step, e.scores[k])).filter(|(_, y)| y.is_finite());
+        let points = Series(points.collect());
         Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points }
     };
-    of.map(curve).filter(|c| c.points.finite().count() >= least).collect()
+    of.map(curve).filter(|c| c.points.0.len() >= least).collect()
 }
 
 /// Curves of the accuracy, in training and in evaluation.
@@ -199,16 +201,15 @@ fn eval_table(m: &Metrics) -> Option<Table> {
     if m.evals.is_empty() {
         return None;
     }
-    let recorded = |k: &usize| m.scores.values().any(|s| s[*k].is_finite());
+    let recorded = |k: &usize| m.evals.values().any(|e| e.scores[*k].is_finite());
     let recorded: Vec<usize> = (0..SCORES.len()).filter(recorded).collect();
-    let score = |step: &u64, k: usize| m.scores.get(step).map_or(f64::NAN, |s| s[k]);
-    let by_token = (!m.is_of_documents()).then_some("perplexity");
+    let by_token = m.evals.values().any(|e| e.perplexity.is_finite()).then_some("perplexity");
     let head =
         ["after step", "loss"].into_iter().chain(by_token).chain(recorded.iter().map(|k| SCORES[*k].0));
-    Some(Table::thinned(head, m.evals.iter().collect(), "evaluations", |(step, loss)| {
-        let scores = recorded.iter().map(|k| short(score(step, *k)));
-        let perplexity = by_token.map(|_| short(loss.exp()));
-        [step.to_string(), short(*loss)].into_iter().chain(perplexity).chain(scores).collect()
+    Some(Table::thinned(head, m.evals.iter().collect(), "evaluations", |(step, eval)| {
+        let scores = recorded.iter().map(|k| short(eval.scores[*k]));
+        let perplexity = by_token.map(|_| short(eval.perplexity));
+        [step.to_string(), short(eval.loss)].into_iter().chain(perplexity).chain(scores).collect()
     }))
 }
 

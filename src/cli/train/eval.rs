@@ -5,6 +5,7 @@ use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::cli::quickstart;
 use crate::infer::{Source, recipe_of, usage};
+use crate::log;
 use crate::train::{self, Job};
 use ft_base::terminal::warn;
 use ft_engine::walk::{Execution, visit::NoHooks};
@@ -58,20 +59,22 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let shown = |is_model| source.as_ref().filter(|s| s.is_model() == is_model).map(|s| s.shown.clone());
     let model = shown(true).unwrap_or_else(|| job.model.source.clone());
     let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));
-    let (perplexity, rows) = (loss.exp(), data.rows.len());
+    let rows = data.rows.len();
     if args.json {
         let mut line = json!({
-            "model": model, "adapter": adapter, "loss": loss, "perplexity": perplexity,
-            "target_tokens": targets, "rows": rows,
+            "model": model, "adapter": adapter, "loss": loss, "target_tokens": targets, "rows": rows,
         });
         of.metrics.iter().for_each(|(name, value)| line[name] = value.clone());
+        if let Some(perplexity) = log::perplexity(&line) {
+            line["perplexity"] = perplexity.into();
+        }
         scores.iter().for_each(|s| train::add_to(&mut line, s));
         return print(&format!("{line}\n"));
     }
     let adapter = adapter.map_or(String::new(), |a| format!(" + {a}"));
     let scores = scores.map_or(String::new(), |s| format!("generated   {}\n", train::scores_line(&s)));
     let metrics: String = match of.metrics.is_empty() {
-        true => format!("perplexity  {perplexity:.4}\n"),
+        true => format!("perplexity  {:.4}\n", loss.exp()),
         false => of.metrics.iter().map(|(name, value)| format!("{name:<17} {value}\n")).collect(),
     };
     print(&format!(

@@ -136,6 +136,20 @@ fn the_reason_of_a_stop_is_shown() -> Result<()> {
     Ok(())
 }
 
+/// Losses of whole documents have no perplexity; in distillation, it is that of the labels.
+#[test]
+fn perplexities_are_those_of_the_task() -> Result<()> {
+    let page = |keys: &[(&str, f64)]| {
+        let mut event = eval(1, 1.0);
+        keys.iter().for_each(|(key, value)| event[*key] = (*value).into());
+        whole(&folder(&[start(1), step(1, 1.0), event, end(1)])?)
+    };
+    says(&page(&[])?, &["; perplexity 2.718", "<th scope=\"col\">perplexity</th>", "<td>2.718</td>"]);
+    says(&page(&[("kd", 0.5), ("ce", 1.5)])?, &["; perplexity 4.482", "<td>4.482</td>"]);
+    assert!(!page(&[("kl", 0.0)])?.contains("perplexity"));
+    Ok(())
+}
+
 /// An evaluation with scores of answers.
 fn scored(step: u64, exact: f64, rouge: f64) -> Value {
     let mut event = eval(step, 1.5);
@@ -148,7 +162,8 @@ fn scored(step: u64, exact: f64, rouge: f64) -> Value {
 fn scores_of_answers_are_shown() -> Result<()> {
     let resume = json!({"event": "resume", "step": 1, "steps": 2});
     let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.25, 0.9), resume])?;
-    assert!(Metrics::read(&dir.path().join("metrics.jsonl"))?.scores.is_empty());
+    let m = Metrics::read(&dir.path().join("metrics.jsonl"))?;
+    assert!(m.evals.values().flat_map(|e| e.scores).all(f64::is_nan));
     assert!(!whole(&dir)?.contains("ROUGE-L"));
     let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.25, 0.4375), end(2)])?;
     let html = whole(&dir)?;
@@ -225,7 +240,7 @@ fn a_resumed_run_counts_each_step_once() -> Result<()> {
     let m = Metrics::read(&dir.path().join("metrics.jsonl"))?;
     let losses: Vec<(u64, f64)> = m.steps.iter().map(|(s, x)| (*s, x.loss)).collect();
     assert_eq!(losses, [(1, 11.0), (2, 12.0), (3, 13.0), (4, 4.5)]);
-    assert_eq!(m.evals.into_iter().collect::<Vec<_>>(), [(4, 1.5)]);
+    assert_eq!(m.evals.into_iter().map(|(step, e)| (step, e.loss)).collect::<Vec<_>>(), [(4, 1.5)]);
     assert!(m.samples.is_empty() && m.end.is_none());
     let html = whole(&dir)?;
     says(&html, &["Resumed 1 time, from step 3.", "resumed from step 3", "not finished: step 4 of 6"]);

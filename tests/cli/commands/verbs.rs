@@ -1,14 +1,7 @@
 //! Output of the remaining subcommands, and closed output streams.
 
-use crate::world::{World, repository};
+use crate::world::{World, quickstart, repository};
 use std::process::{Command, Stdio};
-
-/// The quickstart model and data, by absolute paths.
-pub fn quickstart(w: &World) -> String {
-    let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
-    w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
-    repository().join("data/model").display().to_string()
-}
 
 #[test]
 fn check_shows_model_rules_and_steps() {
@@ -96,7 +89,9 @@ fn data_shows_rows_and_refuses_bad_ones() {
 fn eval_prints_loss_and_perplexity() {
     let w = World::new();
     quickstart(&w);
-    let loss = w.ok(&["eval", "q.toml", "--json"]).loss();
+    let r = w.ok(&["eval", "q.toml", "--json"]);
+    let loss = r.loss();
+    assert_eq!(r.json()["perplexity"], loss.exp());
     let plain = w.ok(&["eval", "q.toml"]).out;
     assert!(plain.contains(&format!("loss        {loss:.6}")), "{plain}");
     assert!(plain.contains(&format!("perplexity  {:.4}", loss.exp())), "{plain}");
