@@ -52,7 +52,7 @@ pub fn with<R>(
     timeout: Duration,
     f: impl FnOnce(&dyn Comm) -> Result<R>,
 ) -> Result<R> {
-    let outcome = meet(host, device).and_then(|link| {
+    let outcome = meet(host, device, timeout).and_then(|link| {
         let (handle, over) = (link.handle(), Arc::new(AtomicBool::new(false)));
         let aborting = Arc::clone(&handle);
         host.when_lost(Box::new(move || aborting.abort()));
@@ -72,13 +72,14 @@ pub fn with<R>(
 }
 
 /// Creates the NCCL communicator together with all ranks.
-fn meet(host: &dyn Comm, device: &Device) -> Result<Link> {
+fn meet(host: &dyn Comm, device: &Device, timeout: Duration) -> Result<Link> {
     let id = if host.rank() == 0 { nccl::id()?.to_vec() } else { Vec::new() };
     let all = host.all_gather_bytes(RENDEZVOUS, &id, true)?;
     let Some(id) = all.first().and_then(|id| id.as_slice().try_into().ok()) else {
         return Err(NcclError("the first rank has not said where NCCL meets: a bug in ft".into()).into());
     };
-    let link = Link::join(device, id, (host.rank(), host.world()), &|| host.lost().is_some());
+    let place = (host.rank(), host.world());
+    let link = Link::join(device, id, place, timeout, &|| host.lost().is_some());
     let link = link.map_err(|e| NcclError(e.to_string()))?;
     // No rank starts before all have joined.
     host.all_gather_bytes(RENDEZVOUS, &[], true)?;

@@ -30,6 +30,8 @@ const UNDEFINED: c_int = c_int::MIN;
 /// How long `abort` waits for a call of another thread before aborting anyway.
 const CALL: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_micros(50);
+/// Least time to connect to the other ranks.
+const CONNECT: Duration = Duration::from_secs(60);
 
 type Communicator = *mut c_void;
 type Stream = *mut c_void;
@@ -146,14 +148,20 @@ pub struct Handle {
     communicator: AtomicPtr<c_void>,
     /// Held during every call except abort.
     calls: Mutex<()>,
+    /// How long the host side of a call may take.
+    timeout: Duration,
     aborted: AtomicBool,
+    /// Held during the abort.
+    aborting: Mutex<()>,
     open: Mutex<VecDeque<Pending>>,
     trouble: Mutex<Option<String>>,
 }
 
 impl Handle {
-    /// Aborts all pending operations and releases waiting threads. Repeated calls do nothing.
+    /// Aborts all pending operations and releases waiting threads. Repeated calls only wait for the first: the process
+    /// may end next, and with it the driver.
     pub fn abort(&self) {
+        let _first = self.aborting.lock().unwrap_or_else(PoisonError::into_inner);
         if self.aborted.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -246,6 +254,7 @@ impl Handle {
 
     /// Waits until the host side of a call has completed.
     fn settle(&self, give_up: &dyn Fn() -> bool) -> Result<()> {
+        let end = Instant::now() + self.timeout;
         loop {
             let held = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             let communicator = self.communicator.load(Ordering::Acquire);
@@ -258,8 +267,13 @@ impl Handle {
             let e = if e == SUCCESS { state } else { e };
             match e {
                 SUCCESS => return Ok(()),
-                IN_PROGRESS if !give_up() => {}
-                IN_PROGRESS => candle_core::bail!("NCCL: the others do not come"),
+                IN_PROGRESS if give_up() => candle_core::bail!("NCCL: the others do not come"),
+                IN_PROGRESS if Instant::now() > end => candle_core::bail!(
+                    "NCCL does not connect the ranks within {} s\n  hint: NCCL_SOCKET_IFNAME names the network \
+                     interface, NCCL_DEBUG=INFO tells more, parallel.timeout gives it longer",
+                    self.timeout.as_secs_f64()
+                ),
+                IN_PROGRESS => {}
                 e => return Err(error_of(self.api, communicator, e)),
             }
             drop(held);
@@ -279,7 +293,8 @@ pub struct Link {
 pub type Piece<'a> = (usize, &'a Tensor);
 
 impl Link {
-    /// Loads all kernels and joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true.
+    /// Loads all kernels and joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true, or
+    /// after `timeout`, or 60 s if that is shorter.
     ///
     /// # Errors
     /// NCCL fails, or waiting was given up.
@@ -287,6 +302,7 @@ impl Link {
         device: &Device,
         id: [u8; ID],
         (rank, world): (usize, usize),
+        timeout: Duration,
         give_up: &dyn Fn() -> bool,
     ) -> Result<Self> {
         let api = api().map_err(candle_core::Error::msg)?;
@@ -316,7 +332,9 @@ impl Link {
             api,
             communicator: AtomicPtr::new(communicator),
             calls: Mutex::default(),
+            timeout: timeout.max(CONNECT),
             aborted: AtomicBool::new(false),
+            aborting: Mutex::default(),
             open: Mutex::default(),
             trouble: Mutex::default(),
         });
@@ -451,4 +469,69 @@ fn bytes(t: &Tensor) -> usize {
 /// Out of memory.
 pub fn room(device: &Device, n: usize) -> Result<Tensor> {
     super::launch::empty_on(device, n, DType::F32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    extern "C" fn in_progress(_: Communicator, state: *mut c_int) -> c_int {
+        // SAFETY: `settle` passes a c_int.
+        unsafe { *state = IN_PROGRESS };
+        SUCCESS
+    }
+
+    static ABORT: Mutex<Option<(Sender<()>, Receiver<()>)>> = Mutex::new(None);
+
+    /// Says that it has begun, and ends when told.
+    extern "C" fn abort(_: Communicator) -> c_int {
+        if let Some((begun, end)) = ABORT.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ = begun.send(());
+            let _ = end.recv();
+        }
+        SUCCESS
+    }
+
+    /// A communicator of a library that never finishes a call, and gives up at once.
+    fn handle() -> Arc<Handle> {
+        let address = |name: &&str| match *name {
+            "ncclCommGetAsyncError" => in_progress as *mut c_void,
+            _ => abort as *mut c_void,
+        };
+        Arc::new(Handle {
+            // SAFETY: the tests call `look` and `abort` alone, which have these types.
+            api: Box::leak(Box::new(unsafe { Api::at(Api::SYMBOLS.each_ref().map(address)) })),
+            communicator: AtomicPtr::new(std::ptr::dangling_mut()),
+            calls: Mutex::default(),
+            timeout: Duration::ZERO,
+            aborted: AtomicBool::new(false),
+            aborting: Mutex::default(),
+            open: Mutex::default(),
+            trouble: Mutex::default(),
+        })
+    }
+
+    #[test]
+    fn ranks_that_never_connect_are_given_up() {
+        let said = handle().settle(&|| false).expect_err("connected").to_string();
+        assert!(said.contains("does not connect the ranks within 0 s\n  hint: NCCL_SOCKET_IFNAME"), "{said}");
+        let said = handle().settle(&|| true).expect_err("connected").to_string();
+        assert!(said.contains("the others do not come"), "{said}");
+    }
+
+    #[test]
+    fn a_second_abort_waits_for_the_first() {
+        let (handle, (begun, begins), (end, ends)) = (handle(), channel(), channel());
+        *ABORT.lock().unwrap_or_else(PoisonError::into_inner) = Some((begun, ends));
+        let first = std::thread::spawn({
+            let handle = Arc::clone(&handle);
+            move || handle.abort()
+        });
+        begins.recv().expect("an abort");
+        assert!(handle.is_aborted() && handle.aborting.try_lock().is_err());
+        end.send(()).expect("a thread");
+        first.join().expect("no panic");
+        handle.abort();
+    }
 }

@@ -5,7 +5,9 @@
 //! uploads, and the host waits for a buffer before accessing it.
 
 use super::launch::{at, empty_on};
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaEvent, CudaStream, DriverError, result, sys,
+};
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
 use ft_base::terminal::warn;
@@ -39,11 +41,25 @@ fn bytes_of(t: &Tensor) -> usize {
     t.elem_count() * t.dtype().size_in_bytes()
 }
 
+/// On an error, waits for the copies of a stream: their caller may free the memory.
+fn settled<T>(outcome: std::result::Result<T, DriverError>, stream: &CudaStream) -> Result<T> {
+    if outcome.is_err() {
+        let _ = stream.synchronize();
+    }
+    outcome.w()
+}
+
+/// Marks the end of a copy.
+fn mark(stream: &CudaStream) -> Result<CudaEvent> {
+    settled(stream.record_event(None), stream)
+}
+
 /// Page-locks the memory of a host tensor until dropped.
 #[derive(Debug)]
 pub struct Locked {
     _tensor: Tensor,
     at: *mut u8,
+    context: Arc<CudaContext>,
 }
 
 // SAFETY: the pointer points to the tensor's own memory, usable from any thread by the exclusive owner of
@@ -60,7 +76,8 @@ impl Locked {
     /// Not a CUDA device, or its driver fails.
     pub fn new(t: &Tensor, device: &Device) -> Result<Option<Self>> {
         static TOLD: Once = Once::new();
-        device.as_cuda_device()?.cuda_stream().context().bind_to_thread().w()?;
+        let context = Arc::clone(device.as_cuda_device()?.cuda_stream().context());
+        context.bind_to_thread().w()?;
         let (at, bytes) = (host_address(t)?, bytes_of(t));
         // SAFETY: the memory belongs to the tensor, dropped only after unlocking.
         let locked = unsafe { sys::cuMemHostRegister_v2(at.cast::<c_void>(), bytes, PORTABLE).result() };
@@ -75,14 +92,15 @@ impl Locked {
             });
             return Ok(None);
         }
-        Ok(Some(Self { _tensor: t.clone(), at }))
+        Ok(Some(Self { _tensor: t.clone(), at, context }))
     }
 }
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: locked by `new`. On failure the memory stays locked until the process exits, which is
-        // harmless.
+        // Memory that stays locked would keep its pages when its addresses get others.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: locked by `new`.
         let _ = unsafe { sys::cuMemHostUnregister(self.at.cast::<c_void>()).result() };
     }
 }
@@ -199,7 +217,7 @@ impl Staging {
         // SAFETY: the caller keeps `from` alive until the copy has completed; the buffer is free and
         // large enough.
         unsafe { result::memcpy_dtoh_async(buffer.bytes(from)?, at, self.out.cu_stream()) }.w()?;
-        buffer.busy = Some(self.out.record_event(None).w()?);
+        buffer.busy = Some(mark(&self.out)?);
         Ok(())
     }
 
@@ -224,7 +242,7 @@ impl Staging {
         // SAFETY: `to` is a compute buffer that outlives the copy; the host does not write the buffer
         // before the event.
         unsafe { result::memcpy_htod_async(at, buffer.bytes(to)?, self.into.cu_stream()) }.w()?;
-        buffer.busy = Some(self.into.record_event(None).w()?);
+        buffer.busy = Some(mark(&self.into)?);
         Ok(())
     }
 }
@@ -291,9 +309,10 @@ impl Upload {
             }
             // SAFETY: sizes match; `to` is freed in order of the compute stream, which waits for the
             // copy; the host does not write the buffer before its event.
-            unsafe { result::memcpy_htod_async(at(to)?, from, self.into.cu_stream()) }.w()?;
+            let sent = unsafe { result::memcpy_htod_async(at(to)?, from, self.into.cu_stream()) };
+            settled(sent, &self.into)?;
         }
-        let done = self.into.record_event(None).w()?;
+        let done = mark(&self.into)?;
         self.compute.wait(&done).w()?;
         buffer.busy = Some(done);
         Ok(out)
@@ -387,7 +406,7 @@ pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
             result::memcpy_htod_async(Staging::address(to)?, host, stream.cu_stream()).w()?;
         }
     }
-    let done = stream.record_event(None).w()?;
+    let done = mark(stream)?;
     Ok(Some(Crossing { ways, done }))
 }
 
