@@ -4,7 +4,7 @@
 //! The order within a file is that of the safetensors crate: wide dtypes first (for alignment), then by name.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -283,12 +283,14 @@ impl SharedFile {
     /// # Errors
     /// [`Error::Write`].
     pub fn create(&self) -> Result<(), Error> {
-        let file = File::create_new(&self.path).map_err(self.failed("create"))?;
+        let created = OpenOptions::new().write(true).create_new(true).open(&self.path);
+        let file = created.map_err(self.failed("create"))?;
         file.set_len(self.plan.bytes()).map_err(self.failed("write"))?;
         file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
     }
 
-    /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order.
+    /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order. They are on the disk then: of
+    /// several machines with one file, each learns of the errors of its own writes alone.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, elements out of range, or another
@@ -327,6 +329,6 @@ impl SharedFile {
                 Ok(())
             })?;
         }
-        Ok(())
+        file.sync_all().map_err(self.failed("sync"))
     }
 }

@@ -24,12 +24,13 @@ pub fn append(path: &Path) -> Result<File, Error> {
     open(path, OpenOptions::new().read(true).append(true).create(true))
 }
 
-/// Opens an existing plain file for writing.
+/// Opens an existing plain file for writing alone: an NFS client sends whole pages of files that are also open for
+/// reading, over the bytes that another client writes beside.
 ///
 /// # Errors
 /// [`Error::Write`], also for a link.
 pub fn reopen(path: &Path) -> Result<File, Error> {
-    open(path, OpenOptions::new().read(true).write(true))
+    open(path, OpenOptions::new().write(true))
 }
 
 fn open(path: &Path, options: &mut OpenOptions) -> Result<File, Error> {
@@ -75,6 +76,7 @@ mod tests {
         std::fs::hard_link(&notes, &path)?;
         create(&path)?.write_all(b"log")?;
         assert_eq!(std::fs::read(&notes)?, b"mine");
+        assert_eq!(rustix::fs::fcntl_getfl(reopen(&path)?)? & OFlags::ACCMODE, OFlags::WRONLY);
         assert!(reopen(&dir.path().join("none")).is_err());
         // A pipe would swallow what is written.
         let pipe = dir.path().join("pipe");
