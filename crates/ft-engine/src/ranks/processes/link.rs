@@ -128,12 +128,14 @@ impl Link {
         Ok((Self { stream, session }, key))
     }
 
-    /// Sends a message.
-    pub fn send(&mut self, message: &impl Serialize) -> Result<()> {
+    /// Sends a message. Each part of it has until `end` to go.
+    pub fn send(&mut self, message: &impl Serialize, end: Instant) -> Result<()> {
         let text = serde_json::to_vec(message)?;
         let len = u32::try_from(text.len()).map_err(Error::other)?;
         let hash = self.session.hash(self.session.own, &text);
         self.session.own.1 += 1;
+        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.stream.set_write_timeout(Some(left))?;
         self.stream.write_all(&[&len.to_le_bytes()[..], hash.as_bytes(), &text].concat())
     }
 
@@ -152,6 +154,7 @@ impl Link {
     /// The connection, for other uses.
     pub fn into_stream(self) -> Result<TcpStream> {
         self.stream.set_read_timeout(None)?;
+        self.stream.set_write_timeout(None)?;
         Ok(self.stream)
     }
 

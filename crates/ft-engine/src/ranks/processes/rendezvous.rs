@@ -130,7 +130,7 @@ fn call(
             Ok((stream, to)) => {
                 let speaks = (Instant::now() + quick).min(end);
                 let met = Link::call(stream, || key.get(), speaks).and_then(|(mut link, key)| {
-                    link.send(hello).map(|()| (link, key)).map_err(|e| e.to_string())
+                    link.send(hello, end).map(|()| (link, key)).map_err(|e| e.to_string())
                 });
                 match met {
                     Ok(met) => return Ok(met),
@@ -198,7 +198,7 @@ pub fn register_all(
         Ok(roster) => Reply::Accepted(roster.clone()),
         Err(why) => Reply::Refused(why.clone()),
     };
-    let sent: Vec<_> = links.iter_mut().flatten().map(|link| link.send(&reply)).collect();
+    let sent: Vec<_> = links.iter_mut().flatten().map(|link| link.send(&reply, end + REPLY)).collect();
     let roster = registered?;
     let gone = |e: std::io::Error| format!("a process that came is gone: {e}");
     sent.into_iter().collect::<Result<(), _>>().map_err(gone)?;
@@ -233,7 +233,7 @@ fn gather(
         }
         let Some((mut link, ip, Hello::Register(other))) = listener.next()? else { continue };
         if let Some(why) = other.refused(own, |r| members[r].is_some()) {
-            let _ = link.send(&Reply::Refused(why.clone()));
+            let _ = link.send(&Reply::Refused(why.clone()), end + REPLY);
             return Err(why);
         }
         let ip = Some(ip).filter(|ip| !ip.is_loopback());
@@ -353,6 +353,21 @@ mod tests {
         let why = "rank 2 has ended during the start";
         assert!(matches!(told, Reply::Refused(said) if said == why));
         assert_eq!(all.join().expect("no panic").as_deref(), Some(why));
+    }
+
+    #[test]
+    fn a_message_that_is_not_taken_ends_by_its_time() {
+        let (mut listener, key, at) = opened(2);
+        let other = std::thread::spawn(move || registered(at, key, 1, 2));
+        let (mut link, ..) = loop {
+            if let Some(met) = listener.next::<Hello>().expect("a listener") {
+                break met;
+            }
+        };
+        let _reads_nothing = other.join().expect("no panic");
+        // More than the buffers of a connection hold.
+        let e = link.send(&"x".repeat(64 << 20), Instant::now()).expect_err("sent");
+        assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock);
     }
 
     #[test]
