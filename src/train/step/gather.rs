@@ -50,12 +50,13 @@ impl<'a> Gather<'a> {
     fn keep(&self, needed: &BTreeSet<usize>) -> candle_core::Result<()> {
         let mut here = self.here.borrow_mut();
         let gone: Vec<usize> = here.keys().filter(|u| !needed.contains(u)).copied().collect();
-        for unit in gone {
+        let release = |unit| {
             // Dropping pending transfers waits for them.
             drop(here.remove(&unit));
-            self.params.release(unit)?;
-        }
-        Ok(())
+            self.params.release(unit)
+        };
+        // All of them, as in [`Params::release`].
+        gone.into_iter().map(release).fold(Ok(()), Result::and)
     }
 }
 

@@ -189,7 +189,8 @@ impl Params {
     /// # Errors
     /// Device errors.
     pub fn release(&self, unit: usize) -> Result<()> {
-        self.gathered(unit).try_for_each(|b| free(&b.whole))
+        // All of them, whatever one says: after an out-of-memory error, the step begins anew.
+        self.gathered(unit).map(|b| free(&b.whole)).fold(Ok(()), Result::and)
     }
 
     /// Elements of a tensor's piece to be set by this rank.
