@@ -5,7 +5,8 @@ use super::files::{ADAPTER, CONFIG, Repository, is_commit};
 use super::remote::download;
 use super::request::{Kind, ModelDir, Want};
 use super::settings::Settings;
-use std::path::{Path, PathBuf};
+use ft_base::store;
+use std::path::PathBuf;
 
 /// Finds a model: a local folder, or `OWNER/NAME` on the hub. Downloads missing files up to level `want`.
 ///
@@ -87,11 +88,7 @@ pub fn fetch_adapter_with(
 
 /// The local folder of a source; `None` for a hub id.
 fn local(settings: &Settings, source: &str) -> Result<Option<PathBuf>, Error> {
-    let path = match (source.strip_prefix('~'), &settings.home) {
-        (Some(""), Some(home)) => home.clone(),
-        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(&rest[1..]),
-        _ => Path::new(source).to_path_buf(),
-    };
+    let path = store::expand_home(source, settings.home.as_deref());
     if path.is_dir() {
         return Ok(Some(path));
     }

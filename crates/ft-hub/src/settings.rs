@@ -1,5 +1,6 @@
 //! Hub settings from the environment.
 
+use ft_base::store;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -39,7 +40,7 @@ impl Settings {
                 .join("huggingface")
         });
         let trimmed = |text: String| Some(text.trim().to_string()).filter(|t| !t.is_empty());
-        let read = |path: &Path| ft_base::store::read_plain_text(path, 1 << 20).ok().and_then(trimmed);
+        let read = |path: &Path| store::read_plain_text(path, 1 << 20).ok().and_then(trimmed);
         let token = if is_true(get("HF_HUB_DISABLE_IMPLICIT_TOKEN")) {
             None
         } else {
@@ -77,11 +78,7 @@ impl fmt::Debug for Settings {
 
 /// Replaces a leading `~`, and variables that are set, as Python's `expanduser` and `expandvars` do.
 fn expand(text: &str, home: Option<&Path>, lookup: &dyn Fn(&str) -> Option<String>) -> PathBuf {
-    let below_home = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
-    let text = match (below_home, home) {
-        (Some(rest), Some(home)) => format!("{}{rest}", home.display()),
-        _ => text.to_string(),
-    };
+    let text = store::expand_home(text, home).to_string_lossy().into_owned();
     let mut parts = text.split('$');
     let mut out = parts.next().unwrap_or_default().to_string();
     for part in parts {

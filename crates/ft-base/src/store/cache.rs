@@ -3,6 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+/// A path that was written with `~` for the folder `home`, as shells take it.
+pub fn expand_home(written: &str, home: Option<&Path>) -> PathBuf {
+    match (written.strip_prefix('~'), home) {
+        (Some(""), Some(home)) => home.to_path_buf(),
+        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(rest.trim_start_matches('/')),
+        _ => written.into(),
+    }
+}
+
 /// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` if none of the variables is set.
 ///
 /// Unit tests use only `FT_CACHE`, to leave the user's folder alone.
@@ -25,5 +34,21 @@ pub fn sweep_oldest(dir: &Path, most: usize) {
     found.sort_unstable();
     for (_, path) in found.iter().take(found.len().saturating_sub(most)) {
         let _ = std::fs::remove_file(path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tilde_stands_for_the_home_folder() {
+        let at = |written: &str| expand_home(written, Some(Path::new("/h")));
+        for (written, path) in
+            [("~", "/h"), ("~/a/b", "/h/a/b"), ("~//a", "/h/a"), ("~a/b", "~a/b"), ("a/~", "a/~"), ("", "")]
+        {
+            assert_eq!(at(written), Path::new(path), "{written:?}");
+        }
+        assert_eq!(expand_home("~/a", None), Path::new("~/a"));
     }
 }

@@ -6,7 +6,7 @@
 //! | [`mod@write`] | atomic writes of files and folders; logs; one writing process per folder |
 //! | [`checkpoint`] | atomic checkpoint folders with hashes; retention of the last few |
 //! | [`hash`] | BLAKE3 hashes of whole files, cached between commands |
-//! | `cache` | the cache folder of `ft` |
+//! | `cache` | the cache folder of `ft`, the home folder |
 //! | `disk` | free space, and sizes in messages |
 //! | `private` | files for one user alone |
 //! | [`fault`] | fault points, at which a test aborts the process |
@@ -29,7 +29,7 @@ pub mod write;
 #[cfg(test)]
 pub mod small_disk;
 
-pub use cache::{cache_folder, sweep_oldest};
+pub use cache::{cache_folder, expand_home, sweep_oldest};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use disk::{folder_bytes, free_bytes, human_bytes};
 pub use error::Error;

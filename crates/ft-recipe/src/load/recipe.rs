@@ -9,6 +9,7 @@ use crate::cross;
 use crate::keys::{Recipe, Section};
 use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, enclosing, read};
 use ft_base::error::Location;
+use ft_base::store;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -62,7 +63,7 @@ impl Recipe {
         if bytes > LARGEST {
             return Err(Error::TooLarge { path: path.into(), bytes });
         }
-        let bytes = ft_base::store::read_given(path, LARGEST).map_err(read)?;
+        let bytes = store::read_given(path, LARGEST).map_err(read)?;
         let mut recipe = Self::build(&bytes, path, overrides, plan)?;
         recipe.folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(recipe)
@@ -206,13 +207,10 @@ fn take_auto(root: &mut Table) -> bool {
     }
 }
 
-/// Expands a leading `~/`.
+/// Expands a leading `~`.
 fn expand_home(written: &str) -> PathBuf {
-    let home = || std::env::var_os("HOME").filter(|h| !h.is_empty()).map(PathBuf::from);
-    match written.strip_prefix("~/").zip(home()) {
-        Some((rest, home)) => home.join(rest),
-        None => written.into(),
-    }
+    let home = std::env::var_os("HOME").filter(|h| !h.is_empty()).map(PathBuf::from);
+    store::expand_home(written, home.as_deref())
 }
 
 /// Drops problems that may be consequences of a syntax error, such as missing keys on the unreadable line.
