@@ -1,21 +1,10 @@
 //! `ft report` on real runs, and output of `ft bench`.
 
-use crate::world::{LORA, World, recipe};
+use crate::world::{LORA, World};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
-
-fn world() -> World {
-    let w = World::new();
-    w.config("tiny", json!({}));
-    w.write("r.toml", recipe(LORA));
-    w
-}
-
-fn page(w: &World, file: &str) -> String {
-    String::from_utf8(w.read(file)).expect("a page")
-}
 
 #[track_caller]
 fn says(page: &str, what: &[&str]) {
@@ -26,11 +15,11 @@ fn says(page: &str, what: &[&str]) {
 
 #[test]
 fn report_of_a_run() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.ok(&["run", "r.toml", "run.eval_every=2"]);
     let r = w.ok(&["report", "runs/r"]);
     assert_eq!((r.out.as_str(), r.err.as_str()), ("runs/r/report.html\n", ""));
-    let html = page(&w, "runs/r/report.html");
+    let html = w.text("runs/r/report.html");
     says(&html, &["finished: 6 steps", "evaluation loss", "weights that train", "moments", "run r.toml"]);
     // Recorded memory: every group is planned and measured, and close to the plan.
     let start = w.events("runs/r", "start").remove(0);
@@ -46,7 +35,7 @@ fn report_of_a_run() {
         assert_eq!(end["memory"]["planned"][exact], end["memory"]["measured"][exact], "{exact}");
     }
     let r = w.ok(&["report", "runs/r", "--out", "page.html"]);
-    assert_eq!((r.out.as_str(), page(&w, "page.html")), ("page.html\n", html));
+    assert_eq!((r.out.as_str(), w.text("page.html")), ("page.html\n", html));
 
     for (args, said) in
         [(["report", "gone"], "gone/metrics.jsonl"), (["report", "tiny"], "tiny/metrics.jsonl")]
@@ -59,7 +48,7 @@ fn report_of_a_run() {
 /// A run that stops by itself records the reason; a resume clears it.
 #[test]
 fn report_of_a_run_that_stopped() {
-    let w = world();
+    let w = World::tiny(LORA);
     let set = ["run", "r.toml", "run.save_every=1", "run.clip=0.0", "optimizer.warmup_steps=0"];
     w.ok(&[&set[..], &["run.steps=2"]].concat());
     let before = w.steps("runs/r");
@@ -72,7 +61,7 @@ fn report_of_a_run_that_stopped() {
     assert!(r.err.contains(stopped["why"].as_str().expect("a text").lines().next().expect("a line")));
     w.ok(&["report", "runs/r"]);
     says(
-        &page(&w, "runs/r/report.html"),
+        &w.text("runs/r/report.html"),
         &[
             "stopped by the guard against numbers that are not finite after step 3 of 4",
             "Resumed 1 time, from step 2.",
@@ -83,7 +72,7 @@ fn report_of_a_run_that_stopped() {
 
 #[test]
 fn bench_shows_time_and_memory_by_part() {
-    let w = world();
+    let w = World::tiny(LORA);
     let run = |args: &[&str]| {
         let mut c = w.command(args);
         c.env("FT_CACHE", w.path("cache"));
@@ -112,7 +101,12 @@ fn bench_shows_time_and_memory_by_part() {
     };
     assert_eq!(sum("planned"), j["planned_peak_bytes"].as_u64().unwrap_or(0));
     assert_eq!(sum("measured"), j["peak_device_bytes"].as_u64().unwrap_or(0));
+    // An entry of another version of ft stays, and hides no other.
+    let mut rates = w.json("cache/rates.json");
+    rates["other"] = json!({"speed": 1});
+    w.write("cache/rates.json", rates.to_string());
     let text = run(&["bench", "r.toml", "--steps", "1"]);
+    assert_eq!(w.json("cache/rates.json")["other"]["speed"], 1);
     for said in ["of the fastest product", "moments", "at its peak"] {
         assert!(text.contains(said), "{said:?} is not in\n{text}");
     }
@@ -132,7 +126,7 @@ fn bench_shows_time_and_memory_by_part() {
 /// A live page of a run follows its metrics, and ends on a signal at once, a half request or not.
 #[test]
 fn a_live_report_ends_on_a_signal() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.ok(&["run", "r.toml"]);
     assert_eq!(w.ft(&["report", "--live", "gone", "--port", "0"]).code, 5);
     let mut command = w.command(&["report", "--live", "runs/r", "--port", "0"]);

@@ -3,7 +3,8 @@
 use ft_base::store;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::collections::BTreeMap;
+use serde_json::{Map, Value};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// A file of figures.
@@ -15,42 +16,34 @@ impl BenchCache {
         if cfg!(test) { None } else { Some(store::cache_folder()?.join(self.0)) }
     }
 
-    fn all<T: DeserializeOwned>(&self) -> BTreeMap<String, T> {
-        let text = self.path().and_then(|path| store::read_plain_text(&path, store::LARGEST).ok());
-        text.and_then(|t| serde_json::from_str(&t).ok()).unwrap_or_default()
-    }
-
-    /// The figure of this name, if any.
-    pub fn find<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
-        self.all().remove(key)
-    }
-
     /// The first accepted figure, by name.
-    pub fn find_by<T: DeserializeOwned>(&self, accepts: impl Fn(&str, &T) -> bool) -> Option<T> {
-        self.all().into_iter().find(|(name, figure)| accepts(name, figure)).map(|(_, figure)| figure)
+    pub fn find<T: DeserializeOwned>(&self, accepts: impl Fn(&str, &T) -> bool) -> Option<T> {
+        let all = entries(&self.path()?).unwrap_or_default().into_iter();
+        let mut figures = all.filter_map(|(name, value)| Some((name, serde_json::from_value(value).ok()?)));
+        figures.find(|(name, figure)| accepts(name, figure)).map(|(_, figure)| figure)
     }
 
-    /// Stores a figure and returns the file, or `None` without a cache folder.
+    /// Stores a figure and returns the file, or `None` without a cache folder. A file that cannot be read is replaced.
     ///
     /// # Errors
     /// A cache folder or file that cannot be written.
-    pub fn save<T: Serialize + DeserializeOwned>(
-        &self,
-        key: String,
-        figure: T,
-    ) -> Result<Option<PathBuf>, store::Error> {
-        let Some(path) = self.path() else { return Ok(None) };
-        let mut all = self.all();
-        all.insert(key, figure);
-        write(&path, &all)?;
-        Ok(Some(path))
+    pub fn save(&self, key: &str, figure: &impl Serialize) -> Result<Option<PathBuf>, store::Error> {
+        self.path().map(|path| insert(&path, key, figure).map(|()| path)).transpose()
     }
 }
 
-/// Writes all figures of a file, and makes its folder.
-pub(super) fn write(path: &Path, all: &impl Serialize) -> Result<(), store::Error> {
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, e))?;
+/// The entries of a file by name; none without the file. Entries of other versions of ft may have another form.
+pub(super) fn entries(path: &Path) -> Result<Map<String, Value>, String> {
+    match store::read_plain_text(path, store::LARGEST) {
+        Ok(text) => serde_json::from_str(&text).map_err(|e| e.to_string()),
+        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => Ok(Map::new()),
+        Err(e) => Err(e.to_string()),
     }
-    store::write_json(path, all)
+}
+
+/// Stores a figure in a file.
+pub(super) fn insert(path: &Path, key: &str, figure: &impl Serialize) -> Result<(), store::Error> {
+    let mut all = entries(path).unwrap_or_default();
+    all.insert(key.into(), serde_json::to_value(figure).unwrap_or_default());
+    store::write_json(path, &all)
 }

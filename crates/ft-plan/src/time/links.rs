@@ -53,7 +53,7 @@ impl Link {
 
     /// The link of the class of this name, or without a name the measured one of such devices, else PCIe.
     fn find(class: Option<&str>, target: Target) -> Self {
-        let measured = || LINKS.find(&key(target)).unwrap_or_else(|| Self::of_class(PCIE));
+        let measured = || LINKS.find(|name, _| name == key(target)).unwrap_or_else(|| Self::of_class(PCIE));
         Self::named(class).unwrap_or_else(measured)
     }
 
@@ -62,7 +62,7 @@ impl Link {
     /// # Errors
     /// A cache folder or file that cannot be written.
     pub fn save(self, target: Target) -> Result<Option<PathBuf>, store::Error> {
-        LINKS.save(key(target), self)
+        LINKS.save(&key(target), &self)
     }
 
     /// Bytes a second of a kind of transfer.

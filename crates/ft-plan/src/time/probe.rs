@@ -3,13 +3,11 @@
 //! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of its
 //! data sheet, in the cost model (`CostModel`) and for the time of a step.
 
-use super::bench_cache::{self, BenchCache};
+use super::bench_cache::{BenchCache, entries};
 use ft_base::store;
 use ft_base::terminal::warn;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -106,28 +104,13 @@ pub fn take(card: &'static str, probe: Probe) {
 /// # Errors
 /// A cache folder or file that cannot be written.
 pub fn save(card: &str, probe: &Probe) -> Result<Option<PathBuf>, store::Error> {
-    PROBES.path().map(|path| write(&path, card, probe).map(|()| path)).transpose()
-}
-
-/// The entries of a file by card. Entries of other versions of ft may have another form.
-fn entries(path: &Path) -> Result<Map<String, Value>, String> {
-    match store::read_plain_text(path, store::LARGEST) {
-        Ok(text) => serde_json::from_str(&text).map_err(|e| e.to_string()),
-        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => Ok(Map::new()),
-        Err(e) => Err(e.to_string()),
-    }
+    PROBES.save(card, probe)
 }
 
 fn read(path: &Path, card: &str) -> Result<Option<Probe>, String> {
     let Some(entry) = entries(path)?.remove(card) else { return Ok(None) };
     let probe: Probe = serde_json::from_value(entry).map_err(|e| e.to_string())?;
     if probe.rates.are_sound() { Ok(Some(probe)) } else { Err("a rate is not a positive number".into()) }
-}
-
-fn write(path: &Path, card: &str, probe: &Probe) -> Result<(), store::Error> {
-    let mut all = entries(path).unwrap_or_default();
-    all.insert(card.into(), serde_json::to_value(probe).unwrap_or_default());
-    bench_cache::write(path, &all)
 }
 
 /// A driver's name of a card that is in no table, as a name of [`ft_kernels::Machine`]. A process meets few.
@@ -167,6 +150,7 @@ pub fn example() -> Probe {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::time::bench_cache::insert;
 
     #[test]
     fn probes_are_kept_by_card() -> anyhow::Result<()> {
@@ -174,9 +158,9 @@ mod tests {
         let path = dir.path().join("new/probes.json");
         assert_eq!(read(&path, "A"), Ok(None));
         let (a, b) = (example(), Probe { device: "another".into(), ..example() });
-        write(&path, "A", &b)?;
-        write(&path, "B", &b)?;
-        write(&path, "A", &a)?;
+        insert(&path, "A", &b)?;
+        insert(&path, "B", &b)?;
+        insert(&path, "A", &a)?;
         assert_eq!(
             [read(&path, "A"), read(&path, "B"), read(&path, "C")],
             [Ok(Some(a)), Ok(Some(b)), Ok(None)]
@@ -200,12 +184,12 @@ mod tests {
             std::fs::write(&path, text)?;
             let said = read(&path, "A").expect_err(text);
             assert!(said.contains(why), "{text}: {said}");
-            write(&path, "A", &probe)?;
+            insert(&path, "A", &probe)?;
             assert_eq!(read(&path, "A"), Ok(Some(probe.clone())), "{text}");
         }
-        // entries that another version of ft wrote stay
+        // Entries that another version of ft wrote stay.
         std::fs::write(&path, "{\"B\": {\"device\": \"x\"}}")?;
-        write(&path, "A", &probe)?;
+        insert(&path, "A", &probe)?;
         assert!(entries(&path).is_ok_and(|all| all["B"]["device"] == "x"));
         Ok(())
     }

@@ -29,13 +29,8 @@ pub const MEMORY_SHARE: f64 = 0.8;
 /// Throughput of one kind of device and dtype with models of one family.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rate {
-    /// Floating-point operations per second of a large matrix product.
-    pub matmul: f64,
     /// Work (`super::Work`) per second of a whole training step.
     pub step: f64,
-    /// Bytes read plus written per second by a large copy.
-    #[serde(default)]
-    pub copy: f64,
     /// Date of the probe in whose units `step` is; `None` without one. Set by [`save`].
     #[serde(default)]
     pub probed: Option<String>,
@@ -105,13 +100,14 @@ fn key_of(m: Machine, family: &str) -> String {
 /// Rate measured on a machine of this kind with a model of this family (`model_type`), if any, in the units of its cost
 /// model.
 pub fn find(m: Machine, family: &str) -> Option<Rate> {
-    RATES.find(&key_of(m, family)).filter(|rate| in_units(rate, probe_of(m)))
+    let (key, probe) = (key_of(m, family), probe_of(m));
+    RATES.find(|name, rate| name == key && in_units(rate, probe))
 }
 
 /// The same with a model of any family.
 fn find_other(m: Machine) -> Option<Rate> {
     let (prefix, probe) = (key_of(m, ""), probe_of(m));
-    RATES.find_by(|name, rate| name.starts_with(&prefix) && in_units(rate, probe))
+    RATES.find(|name, rate| name.starts_with(&prefix) && in_units(rate, probe))
 }
 
 /// Stores a measured rate and returns the file, or `None` without a cache folder.
@@ -119,7 +115,8 @@ fn find_other(m: Machine) -> Option<Rate> {
 /// # Errors
 /// A cache folder or file that cannot be written.
 pub fn save(m: Machine, family: &str, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
-    RATES.save(key_of(m, family), Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate })
+    let rate = Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate };
+    RATES.save(&key_of(m, family), &rate)
 }
 
 /// FLOPs per second of large bf16 products on a card.
@@ -180,12 +177,7 @@ mod tests {
         // those of bf16 say nothing about f32
         assert_eq!(predict(on(Some(card), 4), "qwen3", 1e15), None);
         // rates of steps are in units of the probe that was there
-        let rate = |probed: Option<&str>| Rate {
-            matmul: 1.0,
-            step: 1.0,
-            copy: 1.0,
-            probed: probed.map(str::to_string),
-        };
+        let rate = |probed: Option<&str>| Rate { step: 1.0, probed: probed.map(str::to_string) };
         assert!(in_units(&rate(Some(&probe.date)), Some(probe)) && in_units(&rate(None), None));
         assert!(!in_units(&rate(None), Some(probe)) && !in_units(&rate(Some("2026-11-25T")), Some(probe)));
     }
