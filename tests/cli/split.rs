@@ -1,6 +1,6 @@
 //! Helpers for tests of sharding.
 
-use super::world::{FULL, LORA, Ran, World, ran, recipe};
+use super::world::{FULL, LORA, Ran, World, mixture, ran, recipe};
 use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
 use rustix::process::{Pid, Signal, kill_process};
@@ -69,12 +69,15 @@ pub const CASES: [(&str, &[&str]); 4] = [
     (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
 ];
 
-/// A world with a recipe of 12 steps: four micro-batches per step, and two in the last one.
+/// As [`world_of`], of a mixture for the rules [`MIXTURE`], else of a model with a tied head.
 pub fn world(rules: &str) -> World {
+    world_of(rules, if rules == MIXTURE { mixture() } else { json!({"tie_word_embeddings": true}) })
+}
+
+/// A world with a recipe of 12 steps: four micro-batches per step and two in the last one, with clipping that bites.
+pub fn world_of(rules: &str, config: Value) -> World {
     let w = World::new();
-    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": true});
-    w.config("tiny", if rules == MIXTURE { mixture } else { json!({"tie_word_embeddings": true}) });
+    w.config("tiny", config);
     let run = "epochs = 1.15\nsave_every = 4\nkeep = 9\nclip = 0.5";
     let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
     w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
@@ -93,6 +96,67 @@ pub fn on_files(rules: &str, config: Value) -> World {
     let text = recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
     w.write("r.toml", text.replace("steps = 6", "steps = 6\neval_at_start = true\nsave_every = 3\nkeep = 9"));
     w
+}
+
+/// Runs r.toml with settings, from the start unless they resume. Returns the run's [`ends`].
+#[track_caller]
+pub fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let anew: &[&str] = if set.contains(&"--resume") { &[] } else { &["--overwrite"] };
+    w.ok(&[&["run", "r.toml", &format!("run.output={run}")], anew, set].concat());
+    ends(w, run)
+}
+
+/// As [`bits`], by `ranks` processes.
+#[track_caller]
+pub fn processes(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let numbers: Vec<usize> = (0..ranks).collect();
+    let output = format!("run.output={run}");
+    let args = [&["run", "r.toml", &output, "--overwrite"], set].concat();
+    for (rank, r) in all(launch(w, &numbers, ranks, &args)).iter().enumerate() {
+        assert_eq!(r.code, 0, "{set:?}: rank {rank} of {ranks}: {}", r.err);
+    }
+    ends(w, run)
+}
+
+/// Checks that a command on r.toml refuses settings, with these words and a hint, and makes no folder.
+#[track_caller]
+pub fn refused(w: &World, verb: &str, set: &[&str], says: &str) {
+    let r = w.ft(&[&[verb, "r.toml", "run.output=none"][..], set].concat());
+    assert!(r.code == 2 && r.err.contains(says) && r.err.contains("hint: "), "{verb} {set:?}: {}", r.err);
+    assert!(!w.path("none").exists(), "{verb} {set:?}");
+}
+
+/// Settings of `[parallel]`: ranks of `data` and of another axis, and the ZeRO stage.
+pub fn layout(axis: &str, data: usize, ranks: usize, zero: u8) -> [String; 3] {
+    [("data", data), (axis, ranks), ("zero", zero.into())].map(|(key, n)| format!("parallel.{key}={n}"))
+}
+
+/// Settings of a layout, and further ones.
+pub fn with<'a>(layout: &'a [String], set: &[&'a str]) -> Vec<&'a str> {
+    layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
+}
+
+/// Removes all checkpoints of a run but the first.
+pub fn keep_first(w: &World, run: &str) {
+    for name in &w.checkpoints(run)[1..] {
+        std::fs::remove_dir_all(w.path(&format!("{run}/checkpoints/{name}"))).expect("removed");
+    }
+}
+
+/// Checks a count of bytes between ranks in the first step against the plan, to a hundredth: `wire_bytes` or
+/// `wire_bytes_exchanged`.
+#[track_caller]
+pub fn as_planned(w: &World, run: &str, key: &str, what: &str) {
+    let planned = if key == "wire_bytes" { "wire_bytes_a_step" } else { key };
+    let planned = w.events(run, "start")[0]["plan"][planned].as_f64().expect("planned");
+    let came = w.events(run, "step")[0][key].as_f64().expect("counted");
+    let far = came / planned - 1.0;
+    assert!(far.abs() <= 0.01, "{what}: {key}: {planned} planned, {came} came");
+}
+
+/// A number in each event of a kind that has it.
+pub fn told(w: &World, run: &str, event: &str, key: &str) -> Vec<f64> {
+    w.events(run, event).iter().filter_map(|e| e[key].as_f64()).collect()
 }
 
 /// Evaluation losses of a run.
@@ -246,6 +310,16 @@ pub fn killed(w: &World, run: &str, mut processes: Vec<Child>, lost: usize) -> V
     let pid = Pid::from_raw(processes[lost].id() as i32).expect("a number");
     kill_process(pid, Signal::KILL).expect("signalled");
     all(processes)
+}
+
+/// What the first of two processes says after the other one is killed, which it names. It ends with exit code 7.
+#[track_caller]
+pub fn lost(w: &World, set: &[&str]) -> String {
+    let long = ["run.save_every=2", "run.steps=40000", "run.output=lost"];
+    let processes = launch(w, &[0, 1], 2, &[&["run", "r.toml"][..], set, &long].concat());
+    let first = killed(w, "lost", processes, 1).remove(0);
+    assert!(first.code == 7 && first.err.contains("rank 1 of 2"), "{}", first.err);
+    first.err
 }
 
 /// Outcomes of all processes, by rank.

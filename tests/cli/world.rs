@@ -31,10 +31,16 @@ pub struct Ran {
 }
 
 impl Ran {
+    /// The output as JSON.
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}: {}", self.err))
+    }
+
     /// Loss from the output of `ft eval --json`.
+    #[track_caller]
     pub fn loss(&self) -> f64 {
-        let line: Value = serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}: {}", self.err));
-        line["loss"].as_f64().expect("a loss")
+        self.json()["loss"].as_f64().expect("a loss")
     }
 }
 
@@ -45,6 +51,14 @@ impl World {
         let w = Self(tempfile::tempdir().expect("a folder"));
         w.write("rows.jsonl", rows(40, 1));
         w.write("eval.jsonl", rows(6, 2));
+        w
+    }
+
+    /// As [`World::new`], with the model `tiny` and the recipe r.toml of these rules.
+    pub fn tiny(rules: &str) -> Self {
+        let w = Self::new();
+        w.config("tiny", Value::Null);
+        w.write("r.toml", recipe(rules));
         w
     }
 
@@ -62,16 +76,34 @@ impl World {
         std::fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
+    #[track_caller]
+    pub fn text(&self, name: &str) -> String {
+        String::from_utf8(self.read(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
+    #[track_caller]
+    pub fn json(&self, name: &str) -> Value {
+        serde_json::from_slice(&self.read(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
     /// Creates a folder with only `config.json`, for random weights.
     pub fn config(&self, name: &str, extra: Value) {
-        let mut raw = json!({
+        let base = json!({
             "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
             "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 128,
             "tie_word_embeddings": false, "initializer_range": 0.1, "torch_dtype": "float32",
         });
-        raw.as_object_mut().expect("an object").extend(extra.as_object().cloned().unwrap_or_default());
-        self.write(&format!("{name}/config.json"), raw.to_string());
+        self.write(&format!("{name}/config.json"), merged(base, &extra).to_string());
+    }
+
+    /// Copies the files of a folder.
+    pub fn copy(&self, from: impl AsRef<Path>, to: &str) {
+        for entry in std::fs::read_dir(from).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+            self.write(&format!("{to}/{name}"), std::fs::read(path).expect("a file"));
+        }
     }
 
     /// Adds the tokenizer of `tests/fixtures/tiny-tokenizer` to a model's folder.
@@ -158,6 +190,25 @@ impl World {
     }
 }
 
+/// An object with the keys of another, which replace its own.
+pub fn merged(mut base: Value, more: &Value) -> Value {
+    base.as_object_mut().expect("an object").extend(more.as_object().cloned().unwrap_or_default());
+    base
+}
+
+/// Config keys of a mixture of four experts.
+pub fn mixture() -> Value {
+    json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "norm_topk_prob": true})
+}
+
+/// Writes the quickstart's recipe, with absolute paths, as q.toml. Returns the folder of the model.
+pub fn quickstart(w: &World) -> String {
+    let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
+    w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
+    repository().join("data/model").display().to_string()
+}
+
 pub fn ran(o: Output) -> Ran {
     let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
     Ran { code: o.status.code().unwrap_or(-1), out: text(&o.stdout), err: text(&o.stderr) }
@@ -219,6 +270,15 @@ lr = 1e-2
 weight_decay = 0.01
 warmup_steps = 2
 "#
+    )
+}
+
+/// A recipe of 8 steps of 4 rows, as PyTorch trained the fixtures: the parts before `[data]`, and its sources.
+pub fn as_fixture(start: &str, data: &str) -> String {
+    format!(
+        "{start}\n[data]\n{data}\nmax_length = 64\nshuffle = false\npack = false\n\
+         [run]\nseed = 1\nsteps = 8\nbatch_rows = 4\nmicro_rows = 2\ndevice = \"cpu\"\noutput = \"out\"\n\
+         [optimizer]\nlr = 2e-3\nweight_decay = 0.01\ndecay = \"all\"\nwarmup_steps = 2\n"
     )
 }
 

@@ -1,16 +1,14 @@
 //! Faults of devices and drivers, as an emulator can inject them: words, exit codes, and runs that go on.
 
 use super::device;
-use super::world::{FULL, LORA, Ran, World, few, ran, recipe};
+use super::world::{FULL, LORA, Ran, World, few, ran};
 
 /// A world on a device that injects faults, else none with a note.
 fn world(rules: &str) -> Option<World> {
     if !device() {
         return None;
     }
-    let w = World::new();
-    w.config("tiny", serde_json::json!({}));
-    w.write("r.toml", recipe(rules));
+    let w = World::tiny(rules);
     let report = w.path("report");
     w.command(&["doctor"]).env("EMU_REPORT", &report).output().expect("started");
     if !report.exists() {

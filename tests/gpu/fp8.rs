@@ -2,7 +2,7 @@
 
 use super::world::{LORA, Ran, World, few, ran, recipe};
 use super::{device, emulated};
-use serde_json::{Value, json};
+use serde_json::json;
 
 const FP8: &str = "memory.products=fp8";
 
@@ -105,7 +105,7 @@ fn the_bench_says_the_error() {
     for (arch, scales) in [("90", "row"), ("89", "tensor")] {
         let r = ran(w.command(&args).env("EMU_ARCH", arch).output().expect("started"));
         assert_eq!(r.code, 0, "{}", r.err);
-        let said: Value = serde_json::from_str(&r.out).expect("JSON");
+        let said = r.json();
         let of = |key: &str| said["fp8"][key].as_f64().unwrap_or(f64::NAN);
         assert_eq!(said["fp8"]["scales"], scales);
         assert!((0.02..0.045).contains(&of("forward")), "{said:#}");

@@ -1,14 +1,7 @@
 //! A CUDA build without NVIDIA's libraries: the CPU works, and the rest names the missing library.
 
-use super::world::{LORA, World, recipe};
+use super::world::{LORA, World};
 use std::path::PathBuf;
-
-fn world() -> World {
-    let w = World::new();
-    w.config("tiny", serde_json::json!({}));
-    w.write("r.toml", recipe(LORA));
-    w
-}
 
 /// Runs with `path` as the only library folder besides the system folders. Returns exit code and messages.
 fn with(w: &World, path: &str, args: &[&str]) -> (Option<i32>, String) {
@@ -19,7 +12,7 @@ fn with(w: &World, path: &str, args: &[&str]) -> (Option<i32>, String) {
 #[test]
 #[cfg(target_os = "linux")]
 fn the_program_starts_without_them() {
-    let w = world();
+    let w = World::tiny(LORA);
     // The dynamic loader lists the required libraries without running the program.
     let listed = w.command(&[]).env("LD_TRACE_LOADED_OBJECTS", "1").output().expect("started");
     let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
@@ -35,7 +28,7 @@ fn the_program_starts_without_them() {
 #[test]
 #[cfg(target_os = "linux")]
 fn what_is_missing_is_named_with_what_installs_it() {
-    let w = world();
+    let w = World::tiny(LORA);
     let run = ["run", "r.toml", "run.device=cuda", "run.steps=1", "--overwrite"];
     // Libraries may be installed in a system folder.
     let (code, err) = with(&w, "", &run);
@@ -80,7 +73,7 @@ fn wheels_of_the_active_environment_are_found() {
         eprintln!("not run: no driver with libraries of both versions of CUDA in LD_LIBRARY_PATH");
         return;
     };
-    let w = world();
+    let w = World::tiny(LORA);
     let link = |from: &str, to: String| {
         std::fs::create_dir_all(w.path(&to)).expect("a folder");
         std::os::unix::fs::symlink(folder.join(from), w.path(&to).join(from)).expect("a link");
@@ -120,7 +113,7 @@ fn nccl_is_named_with_what_installs_it() {
         eprintln!("not run: two CUDA devices are needed");
         return;
     }
-    let w = world();
+    let w = World::tiny(LORA);
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
     std::fs::create_dir(w.path("others")).expect("a folder");
     for file in path.split(':').filter_map(|d| std::fs::read_dir(d).ok()).flatten().flatten() {

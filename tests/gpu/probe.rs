@@ -37,7 +37,7 @@ fn plans_take_the_rates_of_the_probe_and_say_so() {
     let w = world();
     let plan = |args: &[&str]| w.ok(&[&["plan", "r.toml"], args].concat()).out;
     assert!(!plan(&[]).contains("measured on"));
-    let probe: Value = serde_json::from_str(&w.ok(&["bench", "--probe", "--json"]).out).expect("JSON");
+    let probe = w.ok(&["bench", "--probe", "--json"]).json();
     for key in ["products", "attention", "grouped", "dequantize", "copy", "crossing", "launch"] {
         let all =
             probe["rates"][key].as_array().cloned().unwrap_or_else(|| vec![probe["rates"][key].clone()]);

@@ -79,11 +79,8 @@ fn stages_and_devices_have_the_same_bits() {
         for (ranks, zero) in [(2, 3), (4, 2), (2, 1), (2, 2), (4, 0), (4, 1), (4, 3)].into_iter().take(few(2))
         {
             assert!(run(ranks, zero) == want, "{set:?}: {ranks} devices, stage {zero}");
-            let told = |event: &str, key: &str| w.events(&format!("run-{ranks}"), event)[0][key].clone();
-            let planned = told("start", "plan")["wire_bytes_a_step"].as_f64().expect("planned");
-            let came = told("step", "wire_bytes").as_f64().expect("counted");
-            let off = (came / planned - 1.0).abs();
-            assert!(off <= 0.01, "{set:?}, {ranks} devices, stage {zero}: {planned} planned, {came} came");
+            let what = format!("{set:?}, {ranks} devices, stage {zero}");
+            split::as_planned(&w, &format!("run-{ranks}"), "wire_bytes", &what);
         }
         let one = run(1, 0);
         if set.contains(&f32s) {
@@ -203,15 +200,11 @@ fn a_run_goes_on_with_other_devices() {
     for (ranks, zero) in [(4, "parallel.zero=3"), (2, "parallel.zero=2")].into_iter().take(few(1)) {
         std::fs::remove_dir_all(w.path("again")).ok();
         bits(&w, ranks, "again", &[f32s, zero]);
-        for name in &w.checkpoints("again")[1..] {
-            std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
-        }
+        split::keep_first(&w, "again");
         let back = if ranks == 4 { 2 } else { 4 };
         assert!(bits(&w, back, "again", &[f32s, "--resume", "parallel.zero=0"]) == whole, "{ranks} {zero}");
     }
-    for name in &w.checkpoints("again")[1..] {
-        std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
-    }
+    split::keep_first(&w, "again");
     let cpu = ["run", "r.toml", "run.output=again", "run.device=cpu", f32s, "--resume", "parallel.data=2"];
     w.ok(&cpu);
     let far = apart(&whole[0], &ends(&w, "again")[0]);

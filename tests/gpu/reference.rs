@@ -1,10 +1,10 @@
 //! Reference models: eight steps on the device agree with PyTorch in loss and gradient norm, and with the
 //! CPU in the result.
 
-use super::world::{World, few, repository};
+use super::world::{World, as_fixture, few, repository, rows_of};
 use super::{apart, device};
 use candle_core::{DType, Device, Tensor};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -15,34 +15,11 @@ fn load(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Rows of the two batches of a case, without padding.
-fn rows(case: &str) -> String {
-    let all = load(&Path::new(case).join("batches.safetensors"));
-    let list = |name: String, row: usize| -> Vec<i64> {
-        let t = all[&name].to_dtype(DType::I64).and_then(|t| t.get(row)).and_then(|t| t.to_vec1());
-        t.unwrap_or_else(|e| panic!("{name}: {e}"))
-    };
-    let mut out = String::new();
-    for (i, j, row) in (0..8).map(|n| (n / 4, n / 2 % 2, n % 2)) {
-        let of = |what: &str| list(format!("batch{i}.micro{j}.{what}"), row);
-        let n = of("attention_mask").iter().sum::<i64>() as usize;
-        let line = json!({"input_ids": of("input_ids")[..n], "labels": of("labels")[..n]});
-        out += &format!("{line}\n");
-    }
-    out
-}
-
 /// Recipe of a case, as trained with PyTorch (`tests/fixtures/README.md`).
 fn case(w: &World, model: &str, rules: &str) {
-    w.write(
-        "case.toml",
-        format!(
-            "[model]\nsource = {model:?}\ndtype = \"f32\"\n{rules}[data]\n\
-             train = [{{ source = \"case.jsonl\", format = \"tokens\" }}]\nmax_length = 64\npack = false\n\
-             shuffle = false\nmask = \"none\"\n[run]\nseed = 1\nsteps = 8\nbatch_rows = 4\nmicro_rows = 2\nclip = 1.0\n\
-             [optimizer]\nlr = 2e-3\nweight_decay = 0.01\ndecay = \"all\"\nwarmup_steps = 2\n"
-        ),
-    );
+    let start = format!("[model]\nsource = {model:?}\ndtype = \"f32\"\n{rules}");
+    let rows = "train = [{ source = \"case.jsonl\", format = \"tokens\" }]\nmask = \"none\"";
+    w.write("case.toml", as_fixture(&start, rows));
 }
 
 /// Distance between the results of two runs.
@@ -93,7 +70,7 @@ fn cases(names: &[String]) {
     }
     for name in names.iter().take(few(1)) {
         let (w, dir) = (World::new(), repository().join("tests/fixtures").join(name).display().to_string());
-        w.write("case.jsonl", rows(&dir));
+        w.write("case.jsonl", rows_of(dir.as_ref()));
         let model = format!("{dir}/model");
         let text = std::fs::read_to_string(format!("{dir}/trajectory.json")).expect("a trajectory");
         let trajectory: Value = serde_json::from_str(&text).expect("JSON");

@@ -11,10 +11,6 @@ use ft::kernel::dispatch::Sorted;
 use ft::kernel::grouped::{self, Adapter, Entry, Gradient, Side, Table};
 use serde_json::json;
 
-fn world(rules: &str) -> World {
-    world_of(&json!({}), rules)
-}
-
 fn world_of(config: &serde_json::Value, rules: &str) -> World {
     let w = World::new();
     w.config("tiny", config.clone());
@@ -31,8 +27,8 @@ fn recomputing_and_offloading_change_no_byte() {
     // products, with different rounding.
     let adapter = "adapter/adapter_model.safetensors";
     for (w, result, host) in [
-        (world(LORA), adapter, "memory.offload=['activations']"),
-        (world(FULL), "model/model.safetensors", "memory.offload=['params', 'activations']"),
+        (World::tiny(LORA), adapter, "memory.offload=['activations']"),
+        (World::tiny(FULL), "model/model.safetensors", "memory.offload=['params', 'activations']"),
         (split::world(MIXTURE), adapter, "memory.offload=['activations']"),
     ] {
         for dtype in ["model.dtype=bf16", "model.dtype=f32"].into_iter().take(few(1)) {
@@ -150,7 +146,7 @@ fn half_precision_is_close_to_the_cpu() {
     for rules in [LORA, FULL].into_iter().take(few(1)) {
         close_of(&json!({"head_dim": 64}), rules, &["model.dtype=f16"], 1e-2);
     }
-    let w = world(FULL);
+    let w = World::tiny(FULL);
     for device in ["cuda", "cpu"] {
         let (device, output) = (format!("run.device={device}"), format!("run.output={device}"));
         w.ok(&["run", "r.toml", &device, &output, "model.dtype=f16", "memory.scale=16777216"]);

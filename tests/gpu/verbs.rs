@@ -1,6 +1,6 @@
 //! The subcommands on the device.
 
-use super::world::{World, few, repository};
+use super::world::{World, few, quickstart, repository};
 use super::{apart, device};
 use serde_json::{Value, json};
 
@@ -9,13 +9,6 @@ pub fn mixture() -> Value {
     json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true,
            "decoder_sparse_step": 1, "mlp_only_layers": []})
-}
-
-/// The quickstart recipe, and the folder of the model.
-fn quickstart(w: &World) -> String {
-    let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
-    w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
-    repository().join("data/model").display().to_string()
 }
 
 /// After a few steps on the device, the adapter evaluates as on the CPU, and so do the merged model and the
@@ -71,7 +64,7 @@ fn chat_and_bench_run_on_the_device() {
     w.config("tiny", serde_json::json!({}));
     w.write("r.toml", super::world::recipe(super::world::LORA));
     let bench = w.ok(&["bench", "r.toml", "run.device=cuda", "--steps", "1", "--json"]);
-    let j: serde_json::Value = serde_json::from_str(&bench.out).expect("JSON");
+    let j = bench.json();
     for key in ["tokens_per_second", "matmul_flops", "copy_bytes_per_second"] {
         assert!(j[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {j}");
     }

@@ -1,15 +1,7 @@
 //! Everyday use: recipes by name, run folders, early stopping, the best checkpoint, other log formats.
 
-use super::verbs::quickstart;
-use crate::world::{FULL, LORA, World, recipe, reference};
+use crate::world::{FULL, LORA, World, quickstart, recipe, reference};
 use serde_json::{Value, json};
-
-fn tiny(rules: &str) -> World {
-    let w = World::new();
-    w.config("tiny", Value::Null);
-    w.write("r.toml", recipe(rules));
-    w
-}
 
 /// Arguments of `ft init` for LoRA in the free memory.
 fn init<'a>(name: &'a str, model: &'a str, data: &'a str) -> [&'a str; 10] {
@@ -52,7 +44,7 @@ fn ft_init_asks_and_writes_a_recipe() {
     // Common column names of prompts and answers are written into the recipe.
     w.write("asked.csv", "id,question,answer\n1,What?,That.\n2,Who?,They.\n");
     w.ok(&init("asked", &model, "asked.csv"));
-    let asked = String::from_utf8(w.read("asked.toml")).expect("text");
+    let asked = w.text("asked.toml");
     let keys = "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }, form = \"chat\"";
     assert!(asked.contains(keys), "{asked}");
     w.ok(&["run", "asked.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
@@ -94,7 +86,7 @@ fn ft_init_asks_and_writes_a_recipe() {
         w.write("rows.jsonl", row.repeat(40));
         let name = format!("for-{task}");
         w.ok(&init(&name, &model, "rows.jsonl"));
-        let text = String::from_utf8(w.read(&format!("{name}.toml"))).expect("text");
+        let text = w.text(&format!("{name}.toml"));
         assert!(text.starts_with(&format!("task = \"{task}\"")), "{text}");
         w.ok(&["check", &format!("{name}.toml")]);
     }
@@ -117,7 +109,7 @@ fn a_recipe_names_modules_that_its_model_has() {
             "--overwrite",
         ];
         w.ok(&all);
-        String::from_utf8(w.read("recipe.toml")).expect("text")
+        w.text("recipe.toml")
     };
     for method in ["lora", "qlora", "full"] {
         for case in ["qwen3-dense", "llama-embed-head", "mixtral", "qwen3-moe", "qwen2-moe"] {
@@ -141,7 +133,7 @@ fn a_recipe_names_modules_that_its_model_has() {
 
 #[test]
 fn a_missing_folder_is_named_as_a_folder() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     w.write("runs/here/x", "");
     w.config("models/there", Value::Null);
     for args in [
@@ -162,7 +154,7 @@ fn a_missing_folder_is_named_as_a_folder() {
 
 /// A recipe of one epoch, with 16 rows per step.
 fn of_an_epoch() -> World {
-    let w = tiny(LORA);
+    let w = World::tiny(LORA);
     w.write(
         "r.toml",
         recipe(LORA).replace("steps = 6\n", "epochs = 1\n").replace("batch_rows = 4", "batch_rows = 16"),
@@ -205,7 +197,7 @@ fn epochs_of_more_steps_than_run_steps_allows_are_refused() {
 
 #[test]
 fn suggested_commands_are_quoted_for_a_shell() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let r = w.ok(&["run", "r.toml", "run.output=my runs/it's"]);
     assert!(
         r.err.contains(r"next: ft chat 'my runs/it'\''s/model', ft report 'my runs/it'\''s'"),
@@ -223,7 +215,7 @@ fn completions_and_man_pages_are_written() {
         assert!(w.ok(&["completions", shell]).out.contains("quantize"));
     }
     w.ok(&["man", "pages"]);
-    let page = String::from_utf8(w.read("pages/ft-run.1")).expect("text");
+    let page = w.text("pages/ft-run.1");
     assert!(page.contains("accept\\-change") && w.path("pages/ft.1").exists(), "{page}");
 }
 
@@ -244,7 +236,7 @@ fn a_yaml_recipe_is_one_error() {
 
 #[test]
 fn keys_and_values_of_other_programs_are_translated() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let told = |set: &str, what: &str| {
         let r = w.ft(&["check", "r.toml", set]);
         assert!(r.code == 2 && r.err.contains(what), "{set}: {}", r.err);
@@ -269,7 +261,7 @@ fn keys_and_values_of_other_programs_are_translated() {
 /// A run folder, its newest checkpoint, and its adapter are interchangeable.
 #[test]
 fn run_folders_and_checkpoints_stand_for_their_adapter() {
-    let w = tiny(&LORA.replace("dora = true", "dora = false"));
+    let w = World::tiny(&LORA.replace("dora = true", "dora = false"));
     w.ok(&["run", "r.toml", "run.save_every=3", "run.output=o"]);
     let loss = |args: &[&str]| w.ok(&[&["eval"], args, &["--json"]].concat()).loss();
     let of_adapter = loss(&["r.toml", "--adapter", "o/adapter"]);
@@ -294,7 +286,7 @@ fn run_folders_and_checkpoints_stand_for_their_adapter() {
 
 #[test]
 fn a_run_folder_of_full_training_is_a_model() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     w.ok(&["run", "r.toml", "run.save_every=3", "run.output=o"]);
     let loss = |args: &[&str]| w.ok(&[&["eval"], args, &["--json"]].concat()).loss();
     let whole = loss(&["r.toml", "model.source=o/model", "model.weights=load"]);
@@ -305,7 +297,7 @@ fn a_run_folder_of_full_training_is_a_model() {
 
 #[test]
 fn a_run_goes_on_from_a_chosen_step() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let set = ["r.toml", "run.save_every=2", "run.keep=9", "run.output=o"];
     w.ok(&[&["run"], &set[..]].concat());
     let (steps, model) = (w.steps("o"), w.read("o/model/model.safetensors"));
@@ -325,7 +317,7 @@ fn a_run_goes_on_from_a_chosen_step() {
 /// With a destructive learning rate, the first evaluations are the best.
 #[test]
 fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let set = [
         "r.toml",
         "run.eval_every=2",
@@ -393,7 +385,7 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
 
 #[test]
 fn a_run_writes_its_summary_tensorboard_and_csv() {
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let set = ["run", "r.toml", "run.output=o", "log.tensorboard=true", "log.csv=true", "run.save_every=3"];
     let r = w.ok(&set);
     assert!(r.err.contains("done: step 6, best evaluation loss"), "{}", r.err);
@@ -412,7 +404,7 @@ fn a_run_writes_its_summary_tensorboard_and_csv() {
         assert!(bytes.windows(tag.len()).any(|w| w == tag.as_bytes()), "{tag}");
     }
     // One line per step and per evaluation, with the numbers of `metrics.jsonl`.
-    let table = || String::from_utf8(w.read("o/metrics.csv")).expect("text");
+    let table = || w.text("o/metrics.csv");
     // Losses agree to twelve digits, because JSON readers differ in the last one.
     let shown = |kind: &str, step: f64, loss: f64| format!("{kind} {step} {loss:.12}");
     let of = |kind: &str| {
@@ -442,7 +434,7 @@ fn ft_check_for_cuda_passes_without_a_card() {
     if ft::kernel::cuda::count() > 0 {
         return;
     }
-    let w = tiny(FULL);
+    let w = World::tiny(FULL);
     let r = w.ft(&["check", "r.toml", "run.device=cuda", "parallel.zero=2"]);
     assert!(r.code == 0 && r.out.contains("runs on      CUDA, bf16"), "{}{}", r.out, r.err);
     assert!(

@@ -5,4 +5,4 @@ mod first;
 mod import;
 mod push;
 mod shipped;
-pub mod verbs;
+mod verbs;

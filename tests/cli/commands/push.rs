@@ -20,7 +20,7 @@ fn the_model_card_describes_the_run() {
     let output = format!("run.output={:?}", w.path("a"));
     w.ok(&["run", "r.toml", &output, "run.seed=0", "log.mlflow=http://127.0.0.1:9"]);
     // The run wrote a card without the name of a repository.
-    let left = String::from_utf8(w.read("a/adapter/README.md")).expect("text");
+    let left = w.text("a/adapter/README.md");
     assert!(left.contains("| steps | 6 |") && left.contains("OWNER/r"), "{left}");
     w.write("a/adapter/notes.txt", "mine");
     w.write("a/adapter/additional_chat_templates/tool_use.jinja", "{{ tools }}");
@@ -70,7 +70,7 @@ fn the_model_card_describes_the_run() {
     assert!(r.out.contains("| steps | 6 |") && r.err.contains("adapter_model.safetensors: "), "{}", r.err);
 
     // A base on the hub, and a custom card.
-    let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let config = w.text("a/adapter/adapter_config.json");
     w.write("a/adapter/adapter_config.json", config.replace(&base, "Qwen/Qwen3-0.6B"));
     let r = w.ok(&["push", "a/adapter", "me/pirate", "--dry-run"]);
     assert!(r.out.contains("base_model: \"Qwen/Qwen3-0.6B\"\nbase_model_relation: adapter\n"), "{}", r.out);

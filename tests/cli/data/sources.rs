@@ -1,7 +1,6 @@
 //! Short data sources: formats detected from rows, held-out shares, weights.
 
-use crate::commands::verbs::quickstart;
-use crate::world::World;
+use crate::world::{World, quickstart};
 use serde_json::json;
 
 fn world() -> World {
@@ -28,7 +27,7 @@ fn a_format_is_detected_and_shown() {
     let w = world();
     let r = w.ok(&["run", "r.toml"]);
     assert!(r.err.contains("data.train.0: texts.txt: format = \"text\", by its first row"), "{}", r.err);
-    let resolved = String::from_utf8(w.read("o/recipe.toml")).expect("text");
+    let resolved = w.text("o/recipe.toml");
     let format = |l: &str| l.starts_with("format ") && l.ends_with("= \"text\"");
     assert!(resolved.lines().any(format), "{resolved}");
     // A resume with the explicit format is the same run.
@@ -71,8 +70,7 @@ fn questions_and_answers_go_through_the_chat_template() {
     w.write("chat.jsonl", chat("1+1?", "2") + &chat("2+2?", "4"));
     let hash = |set: &[&str]| {
         let r = w.ok(&[&["data", "r.toml", "--json", "data.max_length=128"], set].concat());
-        let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
-        said["hash"].clone()
+        r.json()["hash"].clone()
     };
     let expected = hash(&["data.train.0.source=chat.jsonl"]);
     for (name, text) in rows {
@@ -89,7 +87,7 @@ fn questions_and_answers_go_through_the_chat_template() {
         "{}",
         r.err
     );
-    let card = String::from_utf8(w.read("m/adapter/README.md")).expect("text");
+    let card = w.text("m/adapter/README.md");
     assert!(card.contains("trained with the chat template, beside rows of other forms"), "{card}");
 }
 
@@ -112,7 +110,7 @@ fn a_share_of_the_training_data_is_evaluated_on() {
     let eval = w.events("o", "eval");
     assert_eq!(eval.len(), 1, "{eval:?}");
     let again = w.ok(&with(&["eval", "r.toml", "--adapter", "o/adapter", "--json"]));
-    let said: serde_json::Value = serde_json::from_str(&again.out).expect("JSON");
+    let said = again.json();
     assert_eq!(said["target_tokens"], eval[0]["target_tokens"]);
     assert!(
         (again.loss() - eval[0]["loss"].as_f64().expect("a loss")).abs() < 1e-6,
@@ -143,7 +141,7 @@ fn ft_data_counts_lost_tokens_and_rows_in_both_parts() {
          [run]\nbatch_rows = 1\ndevice = \"cpu\"\n",
     );
     let r = w.ok(&["data", "d.toml", "--json"]);
-    let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
+    let said = r.json();
     // 350, 400, .. 550 lose 50, 100, .. 250.
     let at =
         |max: u64| said["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max).cloned();
@@ -156,8 +154,7 @@ fn ft_data_counts_lost_tokens_and_rows_in_both_parts() {
     assert!(shown.contains("before     min 100") && shown.contains("of 5 samples, as it is"), "{shown}");
     // Whole samples are dropped: 350, 400, .. 550 of 3250 tokens.
     let drop = "data.over_length=drop";
-    let dropped = w.ok(&["data", "d.toml", "--json", drop]).out;
-    let dropped: serde_json::Value = serde_json::from_str(&dropped).expect("JSON");
+    let dropped = w.ok(&["data", "d.toml", "--json", drop]).json();
     let at = |max: u64| dropped["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max);
     assert_eq!(at(300), Some(&json!({"max_length": 300, "tokens": 2250, "samples": 5})), "{dropped}");
     // At 512, only the sample of 550.

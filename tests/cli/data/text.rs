@@ -1,8 +1,7 @@
 //! Warnings about dropped parts of training texts, in every subcommand that reads them; inference with the
 //! prompt format of training.
 
-use crate::commands::verbs::quickstart;
-use crate::world::{LORA, World, recipe};
+use crate::world::{LORA, World, quickstart, recipe};
 use serde_json::{Value, json};
 
 /// The quickstart model on custom rows, two steps.
@@ -123,7 +122,7 @@ fn chat_uses_the_prompt_format_of_training() {
         w.ok(&[&run[..], plain.as_slice()].concat());
         let samples = w.events("o", "sample");
         assert!(samples.len() == 2 && samples.iter().all(|s| s["form"] == form), "{samples:?}");
-        let said: Value = serde_json::from_slice(&w.read("o/adapter/ft.json")).expect("JSON");
+        let said = w.json("o/adapter/ft.json");
         assert_eq!(said["form"], form);
         // With adapter and base, the answer equals the sample at the end of the run.
         let chat = ["chat", "o/adapter", "--prompt", question, "--max-tokens", "64"];
@@ -256,7 +255,7 @@ fn several_prompts_are_answered_at_each_evaluation() {
     let steps: Vec<Value> = w.events("o", "checkpoint").into_iter().map(|e| e["step"].clone()).collect();
     assert_eq!(steps, [2, 4, 5].map(Value::from));
     w.ok(&["report", "o"]);
-    let page = String::from_utf8(w.read("o/report.html")).expect("a page");
+    let page = w.text("o/report.html");
     assert!(page.contains("<q>Hello</q>") && page.contains("<q>Good</q>"), "{page}");
     for (set, hint) in [("log.sample=Hello", "did you mean"), ("log.samples=Hello", "write [\"Hello\"]")] {
         let r = w.ft(&["check", "r.toml", set]);
@@ -285,7 +284,7 @@ fn rows_left_out_are_shown_counted_and_bounded() {
     }
     let start = &w.events("o", "start")[0]["data"];
     assert_eq!((&start["rows_read"], &start["left_out"]["empty_after_truncation"]), (&json!(11), &json!(4)));
-    let card = String::from_utf8(w.read("o/adapter/README.md")).expect("text");
+    let card = w.text("o/adapter/README.md");
     assert!(card.contains("of 11 rows 5 are left out"), "{card}");
 }
 

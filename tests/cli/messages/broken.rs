@@ -1,6 +1,6 @@
 //! Broken inputs: exit codes, and messages that name the file, line, key or tensor.
 
-use crate::world::{World, recipe, reference};
+use crate::world::{World, reference};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ const RULE: &str = "[[train]]\nmodules = [\"attention\"]\nrank = 2\n";
 type Case = (&'static str, i32, fn(&World) -> Vec<&'static str>);
 
 fn set(w: &World, change: (&str, &str)) -> Vec<&'static str> {
-    let text = String::from_utf8(w.read("r.toml")).expect("a recipe");
+    let text = w.text("r.toml");
     assert!(text.contains(change.0), "{change:?}");
     w.write("r.toml", text.replace(change.0, change.1));
     vec![]
@@ -29,27 +29,19 @@ fn config(w: &World, extra: Value) -> Vec<&'static str> {
 
 /// The recipe with a model on disk, copied to `m`.
 fn weights(w: &World) {
-    copy(w, "llama-embed-head/model", "m");
+    w.copy(reference("llama-embed-head/model"), "m");
     set(w, ("source = \"tiny\"\nweights = \"random\"", "source = \"m\""));
-}
-
-fn copy(w: &World, case: &str, to: &str) {
-    for e in std::fs::read_dir(reference(case)).expect("a fixture") {
-        let path = e.expect("an entry").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        w.write(&format!("{to}/{name}"), std::fs::read(path).expect("a file"));
-    }
 }
 
 /// As [`weights`], with an adapter from PEFT in `a` to resume from, and without rules.
 fn adapter(w: &World) {
     weights(w);
-    copy(w, "llama-embed-head/adapter_init", "a");
+    w.copy(reference("llama-embed-head/adapter_init"), "a");
     set(w, (RULE, "[lora]\ninit = \"a\"\n"));
 }
 
 fn edit(w: &World, file: &str, key: &str, value: Value) {
-    let mut json: Value = serde_json::from_slice(&w.read(file)).expect("JSON");
+    let mut json = w.json(file);
     json[key] = value;
     w.write(file, json.to_string());
 }
@@ -257,9 +249,7 @@ const CASES: &[Case] = &[
 fn broken_inputs_have_their_code_and_name_the_place() {
     let mut all = String::new();
     for (name, code, broken) in CASES {
-        let w = World::new();
-        w.config("tiny", json!({}));
-        w.write("r.toml", recipe(RULE));
+        let w = World::tiny(RULE);
         let over = broken(&w);
         let check = w.ft(&[&["check", "r.toml"][..], &over].concat());
         // A run stops at the first of the same problems, before it writes anything.

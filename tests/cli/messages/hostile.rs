@@ -11,11 +11,7 @@ use std::time::Duration;
 /// A world with the quickstart model in `m`, and a recipe that trains on two conversations.
 fn world() -> World {
     let w = World::new();
-    for e in std::fs::read_dir(repository().join("data/model")).expect("the model") {
-        let path = e.expect("an entry").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        w.write(&format!("m/{name}"), std::fs::read(path).expect("a file"));
-    }
+    w.copy(repository().join("data/model"), "m");
     let row = json!({"messages": [
         {"role": "user", "content": "What colour is the sky?"}, {"role": "assistant", "content": "Blue it is."}
     ]});
@@ -43,7 +39,7 @@ fn within(w: &World, args: &[&str]) -> Ran {
 }
 
 fn edit(w: &World, file: &str, pointer: &str, value: Value) {
-    let mut json: Value = serde_json::from_slice(&w.read(file)).expect("JSON");
+    let mut json = w.json(file);
     let (parent, key) = pointer.rsplit_once('/').expect("a pointer");
     json.pointer_mut(parent).expect("a parent")[key] = value;
     w.write(file, json.to_string());
@@ -227,9 +223,7 @@ fn pipes_and_devices_in_place_of_files_are_refused() {
             assert_eq!(r.code, code, "{name}, a pipe: {pipe}: {}", r.err);
             assert!(r.err.contains(name.rsplit('/').next().expect("a name")), "{name}: {}", r.err);
         }
-        let w = World::new();
-        w.config("tiny", json!({}));
-        w.write("r.toml", recipe(LORA));
+        let w = World::tiny(LORA);
         w.ok(&["run", "r.toml", "run.output=o", "run.save_every=3", "run.keep=9"]);
         let whole = w.checkpoints("o");
         let last = format!("o/checkpoints/{}", whole.last().expect("a checkpoint"));

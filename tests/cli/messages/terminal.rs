@@ -1,7 +1,6 @@
 //! The binary on a terminal: line editing and history of `ft chat`, lines of `ft run`.
 
-use crate::commands::verbs::quickstart;
-use crate::world::World;
+use crate::world::{World, quickstart};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use std::fs::File;
 use std::io::{Read, Write};
@@ -152,7 +151,7 @@ fn lines_are_edited_and_remembered() {
     t.says(&[" What is the capital of France?"], &france);
     t.press(&[CTRL_D]);
     assert_eq!(t.child.wait().expect("ended").code(), Some(0));
-    let kept = String::from_utf8(w.read("cache/chat-history")).expect("text");
+    let kept = w.text("cache/chat-history");
     let lines: Vec<&str> = kept.lines().filter(|l| !l.starts_with('#')).collect();
     let (clear, sky_line, france_line) =
         ("/clear", "What colour is the sky?", "What is the capital of France?");

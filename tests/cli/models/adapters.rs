@@ -52,8 +52,7 @@ fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
     w.ok(&["run", "r.toml", "run.output=a"]);
     let dtype = |dir: &str| {
         let files = ft::files::TensorFiles::open_model(&w.path(dir)).expect("a model");
-        let config: serde_json::Value =
-            serde_json::from_slice(&w.read(&format!("{dir}/config.json"))).expect("JSON");
+        let config = w.json(&format!("{dir}/config.json"));
         let named =
             config.get("dtype").or(config.get("torch_dtype")).and_then(|d| d.as_str()).map(str::to_string);
         (files.names().map(|n| files.info(n).expect("a tensor").dtype.to_string()).collect::<Vec<_>>(), named)
@@ -80,7 +79,7 @@ fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
     }
 
     // The base of the adapter has moved.
-    let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let config = w.text("a/adapter/adapter_config.json");
     let base = reference("qwen3-one-kv/model");
     w.write("a/adapter/adapter_config.json", config.replace(&base, "/gone"));
     let r = w.ft(&["merge", "a/adapter", "--out", "n"]);
@@ -109,7 +108,7 @@ fn a_run_goes_on_from_an_adapter() {
 
     w.ok(&[&["run", "r.toml", "run.output=with"][..], &on].concat());
     assert!((starts("with") - end).abs() <= 1e-6 * end);
-    let mut text = String::from_utf8(w.read("r.toml")).expect("a recipe");
+    let mut text = w.text("r.toml");
     text = text.replace(rules, "");
     w.write("without.toml", &text);
     w.ok(&[&["run", "without.toml", "run.output=without"][..], &on].concat());
@@ -152,7 +151,7 @@ fn an_adapter_of_dora_and_lora_trains_on_from_its_loss() {
     assert!((start - end).abs() <= 1e-6 * end, "{start} at the start, {end} at the end before");
     // A magnitude other than the neutral one is not dropped.
     let plain = rules.replace("dora = true", "dora = false");
-    w.write("x.toml", String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, &plain));
+    w.write("x.toml", w.text("r.toml").replace(rules, &plain));
     let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
     assert!(
         r.code == 4 && r.err.contains("lora_magnitude_vector") && r.err.contains("dora = true"),
@@ -227,8 +226,7 @@ fn an_embedding_without_its_tied_head_is_refused() {
     let kept: Vec<_> =
         names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
     ft::files::write_file(&path, &kept, &[("format", "pt")]).expect("written");
-    let text = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
-    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let mut config = w.json("a/adapter/adapter_config.json");
     config["modules_to_save"] = json!(["embed_tokens"]);
     for (ties, code) in [(false, 4), (true, 0)] {
         config["ensure_weight_tying"] = json!(ties);

@@ -66,7 +66,7 @@ fn chat_the_server_and_evaluation_say_the_same() {
             {"role": "user", "content": question}, {"role": "assistant", "content": said.trim_end()}
         ]});
         w.write("asked.jsonl", row.to_string() + "\n");
-        let scored = w.ok(&[
+        let r = w.ok(&[
             "eval",
             "r.toml",
             "--json",
@@ -77,7 +77,7 @@ fn chat_the_server_and_evaluation_say_the_same() {
             "data.max_length=256",
             "data.eval=[{ source = \"asked.jsonl\", format = \"messages\" }]",
         ]);
-        let scored: Value = serde_json::from_str(&scored.out).expect("JSON");
+        let scored = r.json();
         assert_eq!(scored["generated_samples"], 1, "{family}: {scored}");
     }
 }

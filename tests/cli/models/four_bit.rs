@@ -1,7 +1,7 @@
 //! A 4-bit base with tensors trained in full, end to end, against PyTorch (`tests/fixtures/nf4-full`);
 //! optimizer states on the host.
 
-use crate::world::{World, apart, reference, repository, rows_of};
+use crate::world::{World, apart, as_fixture, reference, repository, rows_of};
 use candle_core::{DType, Device};
 use ft::files::TensorFiles;
 use serde_json::Value;
@@ -22,40 +22,14 @@ fn world(case: &str) -> (World, Value) {
         .collect();
     modules.dedup();
     w.write("rows.jsonl", rows_of(reference(case).as_ref()));
-    w.write(
-        "r.toml",
-        format!(
-            r#"
-[model]
-source = {:?}
-dtype = "f32"
-quantize = "nf4"
-[[train]]
-modules = [{}]
-method = "full"
-[data]
-train = [{{ source = "rows.jsonl", format = "tokens" }}]
-eval = [{{ source = "rows.jsonl", format = "tokens" }}]
-max_length = 64
-pack = false
-shuffle = false
-mask = "none"
-[run]
-steps = 8
-batch_rows = 4
-micro_rows = 2
-device = "cpu"
-eval_at_start = true
-[optimizer]
-lr = 2e-3
-weight_decay = 0.01
-decay = "all"
-warmup_steps = 2
-"#,
-            reference(&format!("{case}/model")),
-            modules.join(", ").replace('.', "\\\\."),
-        ),
+    let start = format!(
+        "[model]\nsource = {:?}\ndtype = \"f32\"\nquantize = \"nf4\"\n[[train]]\nmodules = [{}]\nmethod = \"full\"",
+        reference(&format!("{case}/model")),
+        modules.join(", ").replace('.', "\\\\."),
     );
+    let rows = "[{ source = \"rows.jsonl\", format = \"tokens\" }]";
+    let text = as_fixture(&start, &format!("train = {rows}\neval = {rows}\nmask = \"none\""));
+    w.write("r.toml", text.replace("[run]", "[run]\neval_at_start = true"));
     (w, log)
 }
 

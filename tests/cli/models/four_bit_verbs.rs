@@ -1,8 +1,6 @@
 //! 4-bit bases in daily use: training, chat, merge, export.
 
-use crate::commands::verbs::quickstart;
-use crate::world::{World, recipe, reference};
-use serde_json::Value;
+use crate::world::{World, quickstart, recipe, reference};
 
 const PIRATE: [&str; 2] = ["Arr", "captain"];
 
@@ -114,12 +112,10 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     v.ok(&["merge", "a/adapter", "--out", "n", "--onto", "4bit"]);
     assert!(v.read("n/model.safetensors") == weights("n"));
 
-    let config = |key: &str| -> Value {
-        serde_json::from_slice::<Value>(&w.read("four/config.json")).expect("JSON")[key].clone()
-    };
+    let config = |key: &str| w.json("four/config.json")[key].clone();
     assert_eq!(config("_name_or_path"), std::fs::canonicalize(&model).expect("a path").display().to_string());
     let set = |name: &str| {
-        let mut raw: Value = serde_json::from_slice(&w.read("four/config.json")).expect("JSON");
+        let mut raw = w.json("four/config.json");
         raw["_name_or_path"] = name.into();
         w.write("four/config.json", raw.to_string());
     };

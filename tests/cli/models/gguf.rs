@@ -550,8 +550,7 @@ fn a_shared_expert_is_exported() {
     same(&g.tensor("blk.1.ffn_gate_inp_shexp.weight"), &gate, "its gate");
 
     // llama.cpp never normalizes the gates of this family.
-    let config = String::from_utf8(w.read("a/model/config.json")).expect("text");
-    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    let mut config = w.json("a/model/config.json");
     config["norm_topk_prob"] = json!(true);
     w.write("a/model/config.json", config.to_string());
     let r = w.ft(&["export", "a/model", "--to", "gguf", "--out", "n"]);

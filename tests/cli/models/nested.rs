@@ -2,7 +2,7 @@
 
 use crate::world::{World, recipe, repository};
 use ft::files::TensorFiles;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -43,10 +43,8 @@ fn other_parts_of_a_checkpoint_stay_as_they_are() {
             assert_eq!((dtype, shape), (d, s), "{name}");
             assert_eq!(bytes == b, apart, "{name}");
         }
-        let config = |dir: &Path| -> Value {
-            serde_json::from_slice(&std::fs::read(dir.join("config.json")).expect("a config")).expect("JSON")
-        };
-        let (source, written) = (config(Path::new(&model)), config(&w.path("a/model")));
+        // An absolute path stays as it is.
+        let (source, written) = (w.json(&format!("{model}/config.json")), w.json("a/model/config.json"));
         assert_eq!(source["architectures"], written["architectures"]);
         assert_eq!(source["vision_config"], written["vision_config"]);
         let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
@@ -93,9 +91,7 @@ fn adapters_of_a_release_have_the_names_of_transformers_5() {
     let files = TensorFiles::open_file(&w.path("a/adapter/adapter_model.safetensors")).expect("an adapter");
     const BELOW: &str = "base_model.model.model.language_model.layers.";
     assert!(files.names().all(|n| n.starts_with(BELOW)), "{:?}", files.names().next());
-    let config: Value =
-        serde_json::from_slice(&std::fs::read(w.path("a/adapter/adapter_config.json")).expect("a config"))
-            .expect("JSON");
+    let config = w.json("a/adapter/adapter_config.json");
     let others = config["exclude_modules"].as_str().expect("an expression");
     assert!(others.contains("vision_tower"), "{others}");
     let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");

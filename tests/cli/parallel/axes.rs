@@ -2,8 +2,8 @@
 //! those of one rank, and a run goes on in any other layout.
 
 use super::tensor::QUANTIZED;
-use crate::split::{self, apart, ends, gradients_apart, gradients_of};
-use crate::world::{Dice, World, nightly, recipe, repository};
+use crate::split::{self, apart, bits, ends, gradients_apart, gradients_of, with};
+use crate::world::{Dice, World, merged, nightly, recipe, repository};
 use serde_json::{Value, json};
 
 /// Everything in full, with both losses of the routers.
@@ -81,9 +81,7 @@ fn config(rules: &str, top_k: usize) -> Value {
         QUANTIZED => json!({"hidden_size": 64, "intermediate_size": 256, "head_dim": 64}),
         _ => json!({"tie_word_embeddings": true}),
     };
-    let mut all = heads.as_object().cloned().expect("an object");
-    all.extend(more.as_object().cloned().expect("an object"));
-    Value::Object(all)
+    merged(heads, &more)
 }
 
 /// Two steps: of four micro-batches, and of one. Ranks have segments of rows of more than 128 tokens a rank, and none of
@@ -112,10 +110,7 @@ fn rows(lengths: &[usize], seed: u64) -> String {
 
 #[track_caller]
 fn run(w: &World, name: &str, layout: Layout, set: &[&str]) -> Vec<Vec<u8>> {
-    let layout = layout.set();
-    let own: Vec<&str> = layout.iter().map(String::as_str).collect();
-    w.ok(&[&["run", "r.toml", &format!("run.output={name}")][..], &own, set].concat());
-    ends(w, name)
+    bits(w, name, &with(&layout.set(), set))
 }
 
 fn told(w: &World, run: &str) -> Vec<f64> {
@@ -127,7 +122,7 @@ fn told(w: &World, run: &str) -> Vec<f64> {
 /// Gradients, norms, losses, evaluations and results of a layout against one rank, in the run `one`.
 #[track_caller]
 fn compare(w: &World, layout: Layout, set: &[&str], what: &str) {
-    let got = run(w, "run", layout, &[&["--overwrite"][..], set].concat());
+    let got = run(w, "run", layout, set);
     let first = |run: &str| gradients_of(w, run, "step-00000001");
     let far = gradients_apart(&first("run"), &first("one"), &format!("{what}{layout:?}"));
     // Sums of four parts round more often.
@@ -163,7 +158,7 @@ fn axes_together_have_the_gradients_of_one_rank() {
     for rules in [ALL, ADAPTERS, DENSE, QUANTIZED] {
         let w = world(rules);
         for (_, axes, expert, zero, set) in cases.iter().filter(|c| c.0 == rules) {
-            run(&w, "one", Layout::ONE, &[&["--overwrite"][..], set].concat());
+            run(&w, "one", Layout::ONE, set);
             compare(&w, Layout(*axes, *expert, *zero), set, rules);
         }
     }
@@ -179,7 +174,7 @@ fn drawn_layouts_train_as_one_rank_and_resume_one_another() {
         let (mut dice, mut before) = (Dice(seed), Layout::ONE);
         for i in 0..count {
             let layout = Layout::draw(&mut dice, if i % 2 == 0 { 4 } else { 8 }, rules != DENSE);
-            run(&w, "half", before, &["--overwrite"]);
+            run(&w, "half", before, &[]);
             std::fs::remove_dir_all(w.path("half/checkpoints/step-00000002")).expect("removed");
             let got = run(&w, "half", layout, &["--resume"]);
             let far = apart(&got[0], &ends(&w, "one")[0]);
@@ -221,16 +216,9 @@ fn bytes_between_ranks_are_as_planned() {
         w.write("rows.jsonl", rows(&[512; 4], 1));
         for recompute in ["memory.recompute=none", "memory.recompute=all"] {
             let layout = Layout(axes, expert, zero);
-            run(&w, "run", layout, &["--overwrite", recompute]);
+            run(&w, "run", layout, &[recompute]);
             for key in ["wire_bytes", "wire_bytes_exchanged"] {
-                let planned = if key == "wire_bytes" { "wire_bytes_a_step" } else { key };
-                let planned = w.events("run", "start")[0]["plan"][planned].as_f64().expect("planned");
-                let came = w.events("run", "step")[0][key].as_f64().expect("counted");
-                let far = came / planned - 1.0;
-                assert!(
-                    far.abs() <= 0.01,
-                    "{rules}{layout:?} {recompute}: {key}: {planned} planned, {came} came"
-                );
+                split::as_planned(&w, "run", key, &format!("{rules}{layout:?} {recompute}"));
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Tokens of a row over ranks (`parallel.context`): results agree with one rank, and do not depend on sharding,
 //! transport or data ranks.
 
-use crate::split::{self, ADAPTERS, MIXTURE, all, apart, ends, launch};
-use crate::world::{Dice, FULL, LORA, World, alternate, nightly, repository};
+use crate::split::{self, ADAPTERS, MIXTURE, apart, launch, told, with};
+use crate::world::{Dice, FULL, LORA, World, alternate, merged, mixture, nightly, repository};
 use serde_json::{Value, json};
 
 /// Rows of token ids below 64, of these lengths; some tokens without a target.
@@ -21,29 +21,19 @@ fn world(rules: &str, config: &Value) -> World {
     let w = split::world(rules);
     w.write("rows.jsonl", rows(&[300, 77, 500, 128, 5, 260, 390, 140], 1));
     w.write("eval.jsonl", rows(&[333, 9, 256], 2));
-    let mut all = json!({"max_position_embeddings": 512});
-    all.as_object_mut().expect("an object").extend(config.as_object().cloned().unwrap_or_default());
-    w.config("tiny", all);
+    w.config("tiny", merged(json!({"max_position_embeddings": 512}), config));
     w
 }
 
-fn mixture() -> Value {
-    json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "norm_topk_prob": true})
+fn layout(data: usize, context: usize, zero: u8) -> [String; 3] {
+    split::layout("context", data, context, zero)
 }
 
-/// Runs with settings. Returns the result, and weights and moments of the last checkpoint.
+/// As [`split::bits`], of long rows, and of three steps unless the settings have others.
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    let output = format!("run.output={run}");
     let steps: &[&str] = if set.iter().any(|s| s.starts_with("run.steps")) { &[] } else { &["run.steps=3"] };
-    w.ok(&[&["run", "r.toml", &output, "data.max_length=512"][..], steps, set].concat());
-    ends(w, run)
-}
-
-/// A field of all events of a kind.
-fn told(w: &World, run: &str, event: &str, key: &str) -> Vec<f64> {
-    w.events(run, event).iter().filter_map(|e| e[key].as_f64()).collect()
+    split::bits(w, run, &[&["data.max_length=512"], steps, set].concat())
 }
 
 #[track_caller]
@@ -71,10 +61,7 @@ fn tokens_over_ranks_train_as_on_one() {
         let w = world(rules, &config);
         let run = |data: usize, context: usize, zero: u8| {
             let name = format!("run-{data}-{context}-{zero}");
-            let parallel = [("data", data), ("context", context), ("zero", zero.into())];
-            let parallel = parallel.map(|(key, n)| format!("parallel.{key}={n}"));
-            let own: Vec<&str> = parallel.iter().map(String::as_str).collect();
-            (bits(&w, &name, &[set, &own].concat()), name)
+            (bits(&w, &name, &with(&layout(data, context, zero), set)), name)
         };
         let (one, first) = run(1, 1, 0);
         let layouts =
@@ -114,13 +101,8 @@ fn tokens_over_ranks_train_as_on_one() {
 #[test]
 fn a_run_goes_on_in_another_layout() {
     let w = world(LORA, &json!({}));
-    let set = |data: usize, context: usize, zero: u8| {
-        [("data", data), ("context", context), ("zero", zero.into())]
-            .map(|(key, n)| format!("parallel.{key}={n}"))
-    };
     let run = |name: &str, layout: &[String; 3], more: &[&str]| {
-        let own: Vec<&str> = layout.iter().map(String::as_str).collect();
-        bits(&w, name, &[&own[..], &["run.save_every=1"], more].concat())
+        bits(&w, name, &with(layout, &[&["run.save_every=1"], more].concat()))
     };
     for (name, from, to) in [
         ("a", (1, 1, 0), (1, 2, 3)),
@@ -128,15 +110,13 @@ fn a_run_goes_on_in_another_layout() {
         ("c", (1, 3, 1), (2, 2, 2)),
         ("d", (2, 2, 0), (1, 1, 0)),
     ] {
-        let (from, to) = (set(from.0, from.1, from.2), set(to.0, to.1, to.2));
+        let (from, to) = (layout(from.0, from.1, from.2), layout(to.0, to.1, to.2));
         run(name, &from, &["run.steps=1", "optimizer.schedule=constant"]);
         let others =
             ["--resume", "--accept-change", "run.steps", "run.steps=3", "optimizer.schedule=constant"];
         let went_on = run(name, &to, &others);
         // The same steps after the same checkpoint, once more.
-        for step in &w.checkpoints(name)[1..] {
-            std::fs::remove_dir_all(w.path(&format!("{name}/checkpoints/{step}"))).expect("removed");
-        }
+        split::keep_first(&w, name);
         assert!(run(name, &to, &others) == went_on, "{from:?} to {to:?}");
         let whole = run(&format!("whole-{name}"), &to, &["optimizer.schedule=constant"]);
         let far = apart(&went_on[0], &whole[0]);
@@ -163,14 +143,9 @@ fn linear_attention_is_refused() {
 fn processes_have_the_bits_of_threads() {
     for (rules, config) in [(FULL, json!({})), (MIXTURE, mixture())] {
         let w = world(rules, &config);
-        let set = ["parallel.data=2", "parallel.context=2", "parallel.zero=3"];
-        let want = bits(&w, "threads", &set);
-        let args =
-            [&["run", "r.toml", "run.output=processes", "data.max_length=512", "run.steps=3"], &set[..]];
-        for (rank, r) in all(launch(&w, &[0, 1, 2, 3], 4, &args.concat())).iter().enumerate() {
-            assert_eq!(r.code, 0, "rank {rank}: {}", r.err);
-        }
-        assert!(ends(&w, "processes") == want);
+        let own = layout(2, 2, 3);
+        let set = with(&own, &["data.max_length=512", "run.steps=3"]);
+        assert!(split::processes(&w, 4, "processes", &set) == split::bits(&w, "threads", &set));
         let keys = |run: &str| told(&w, run, "step", "wire_bytes_exchanged");
         assert_eq!(keys("processes"), keys("threads"));
     }
@@ -278,13 +253,8 @@ fn random_layouts_train_as_one_rank() {
         let set = [format!("memory.recompute={recompute}"), format!("data.pack={}", d.below(2) == 0)];
         let set: Vec<&str> = set.iter().map(String::as_str).collect();
         let one = bits(&w, "one", &set);
-        let layout = [
-            format!("parallel.data={}", [1, 2, 4][d.below(3) as usize]),
-            format!("parallel.context={}", 2 + d.below(3)),
-            format!("parallel.zero={}", d.below(4)),
-        ];
-        let own: Vec<&str> = layout.iter().map(String::as_str).collect();
-        let got = bits(&w, "many", &[&set[..], &own].concat());
+        let layout = layout([1, 2, 4][d.below(3) as usize], 2 + d.below(3) as usize, d.below(4) as u8);
+        let got = bits(&w, "many", &with(&layout, &set));
         let far = apart(&got[0], &one[0]);
         assert!(far <= 2e-5, "{lengths:?}, {set:?}, {layout:?}: {far:.1e} from one rank");
         near(

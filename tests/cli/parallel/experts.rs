@@ -1,7 +1,7 @@
 //! Experts over ranks (`parallel.expert`): results agree with one rank, and do not depend on sharding.
 
-use crate::split::{self, apart, ends, gradients, gradients_apart};
-use crate::world::{Dice, World, alternate, content, recipe};
+use crate::split::{self, apart, bits, gradients, gradients_apart, told, with};
+use crate::world::{Dice, World, alternate, content, merged, mixture};
 use serde_json::{Value, json};
 
 const ALL: &str = r#"
@@ -69,40 +69,19 @@ modules = ["experts"]
 method = "full"
 "#;
 
-/// Four micro-batches a step and two in the last one, with clipping that bites.
-fn world(rules: &str, config: Value) -> World {
-    let w = World::new();
-    let base = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": true});
-    w.config("tiny", base);
-    if !config.is_null() {
-        w.config("tiny", config);
-    }
-    let run = "epochs = 1.15\nsave_every = 4\nkeep = 9\nclip = 0.5";
-    let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
-    w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
-    w
-}
-
-#[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
-    ends(w, run)
+fn world(rules: &str) -> World {
+    split::world_of(rules, mixture())
 }
 
 fn layout(data: usize, expert: usize, zero: u8) -> [String; 3] {
-    [format!("parallel.data={data}"), format!("parallel.expert={expert}"), format!("parallel.zero={zero}")]
-}
-
-fn with<'a>(layout: &'a [String; 3], set: &[&'a str]) -> Vec<&'a str> {
-    layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
+    split::layout("expert", data, expert, zero)
 }
 
 /// Gradients of every tensor and their norm are those of one rank, in every layout.
 #[test]
 fn gradients_are_those_of_one_rank() {
     for rules in [ALL, ADAPTERS, DORA, CHOSEN, ROUTER, EXPERTS] {
-        let w = world(rules, Value::Null);
+        let w = world(rules);
         let one_step = ["run.epochs=0.1", "run.save_every=1"];
         bits(&w, "one", &one_step);
         let want = gradients(&w, "one");
@@ -115,7 +94,7 @@ fn gradients_are_those_of_one_rank() {
             (2, 2, &["memory.recompute=norms"]),
         ] {
             let (own, run) = (layout(data, expert, 0), format!("run-{data}-{expert}"));
-            bits(&w, &run, &[&with(&own, set)[..], &one_step, &["--overwrite"]].concat());
+            bits(&w, &run, &[&with(&own, set)[..], &one_step].concat());
             let far = (norm(&run) / norm("one") - 1.0).abs();
             assert!(far <= 1e-6, "{rules}{own:?}: the norm is {far:.1e} apart");
             let far = gradients_apart(&gradients(&w, &run), &want, &format!("{rules}{own:?} {set:?}"));
@@ -136,11 +115,10 @@ fn experts_over_ranks_train_as_one() {
         (MIXED, &[]),
     ];
     for (at, (rules, set)) in cases.into_iter().enumerate() {
-        let w = world(rules, Value::Null);
+        let w = world(rules);
         let one = bits(&w, "one", set);
         for (i, (data, expert)) in [(2, 2), (4, 2), (4, 4)].into_iter().enumerate() {
-            let want =
-                bits(&w, "first", &[&with(&layout(data, expert, 0), set)[..], &["--overwrite"]].concat());
+            let want = bits(&w, "first", &with(&layout(data, expert, 0), set));
             let far = apart(&want[0], &one[0]);
             eprintln!("{data} ranks, experts over {expert}: {far:.1e} from one rank");
             assert!(far <= 1e-5, "{rules}{data} {expert}: {far:.1e}");
@@ -148,13 +126,10 @@ fn experts_over_ranks_train_as_one() {
             assert!(far <= 1e-5, "{rules}{data} {expert}: results are {far:.1e} apart");
             for zero in alternate(at + i, 1..=3) {
                 let own = layout(data, expert, zero);
-                let got = bits(&w, "run", &[&with(&own, set)[..], &["--overwrite"]].concat());
-                assert!(got == want, "{rules}{own:?}");
+                assert!(bits(&w, "run", &with(&own, set)) == want, "{rules}{own:?}");
                 assert_eq!(w.steps("run"), w.steps("first"), "{own:?}");
             }
-            let loss = |run: &str| {
-                w.events(run, "step").iter().filter_map(|e| e["loss"].as_f64()).collect::<Vec<_>>()
-            };
+            let loss = |run: &str| told(&w, run, "step", "loss");
             let pairs = loss("first").into_iter().zip(loss("one"));
             assert!(pairs.clone().count() == 12 && pairs.clone().all(|(a, b)| (a - b).abs() <= 1e-6 * b));
             assert_eq!(split::evals(&w, "first").len(), split::evals(&w, "one").len());
@@ -165,16 +140,11 @@ fn experts_over_ranks_train_as_one() {
 /// A checkpoint is of logical tensors: one of any layout goes on in any other, with the bits of that layout.
 #[test]
 fn a_run_goes_on_in_another_layout() {
-    let w = world(ALL, Value::Null);
-    let half = |run: &str| {
-        for name in &w.checkpoints(run)[1..] {
-            std::fs::remove_dir_all(w.path(&format!("{run}/checkpoints/{name}"))).expect("removed");
-        }
-    };
+    let w = world(ALL);
     let layouts = [layout(1, 1, 0), layout(2, 2, 3), layout(4, 2, 1), layout(4, 4, 2)];
     for (at, from) in layouts.iter().enumerate() {
-        bits(&w, "run", &with(from, &["--overwrite"]));
-        half("run");
+        bits(&w, "run", &with(from, &[]));
+        split::keep_first(&w, "run");
         let begun = content(&w.path("run"));
         let mut ways = Vec::new();
         for (to, zero) in alternate(at + 1, &layouts).flat_map(|to| [(to, 0), (to, 3)]) {
@@ -194,12 +164,10 @@ fn a_run_goes_on_in_another_layout() {
 /// Memory of experts falls as 1 / ranks, in the plan.
 #[test]
 fn experts_take_their_part_of_memory() {
-    let w = world(ALL, Value::Null);
+    let w = world(ALL);
     let of = |data: usize, expert: usize| {
         let own = layout(data, expert, 0);
-        let out = w.ok(&[&["plan", "r.toml", "--json"][..], &with(&own, &[])].concat()).out;
-        let plan: Value = serde_json::from_str(&out).expect("JSON");
-        plan["device"].clone()
+        w.ok(&[&["plan", "r.toml", "--json"][..], &with(&own, &[])].concat()).json()["device"].clone()
     };
     let trained = |v: &Value| v["gradients"].as_f64().expect("gradients");
     let (one, two, four) = (of(4, 1), of(4, 2), of(4, 4));
@@ -212,11 +180,7 @@ fn experts_take_their_part_of_memory() {
 /// Each token goes to all experts, so that the spread is even: planned bytes are those that come.
 #[test]
 fn bytes_between_ranks_are_as_planned() {
-    let w = world(
-        ALL,
-        json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 16, "norm_topk_prob": true}),
-    );
+    let w = split::world_of(ALL, merged(mixture(), &json!({"num_experts_per_tok": 4})));
     let mut dice = Dice(3);
     let row = |d: &mut Dice| {
         let ids: Vec<u64> = (0..16).map(|_| d.below(64)).collect();
@@ -226,11 +190,8 @@ fn bytes_between_ranks_are_as_planned() {
     for (data, expert, zero) in [(2, 2, 0), (4, 2, 3), (4, 4, 2)] {
         for recompute in ["memory.recompute=none", "memory.recompute=all"] {
             let own = layout(data, expert, zero);
-            bits(&w, "run", &with(&own, &[recompute, "--overwrite"]));
-            let planned = w.events("run", "start")[0]["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
-            let came = w.events("run", "step")[0]["wire_bytes"].as_f64().expect("counted");
-            let far = came / planned - 1.0;
-            assert!(far.abs() <= 0.01, "{own:?} {recompute}: {planned} planned, {came} came");
+            bits(&w, "run", &with(&own, &[recompute]));
+            split::as_planned(&w, "run", "wire_bytes", &format!("{own:?} {recompute}"));
         }
     }
 }
@@ -239,11 +200,11 @@ fn bytes_between_ranks_are_as_planned() {
 /// may differ by more: a basis follows from near singular values.
 #[test]
 fn projected_gradients_of_experts_are_those_of_one_rank() {
-    let w = world(ALL, Value::Null);
+    let w = world(ALL);
     let set = ["optimizer.name=galore", "optimizer.galore_rank=4", "run.epochs=0.1", "run.save_every=1"];
     let one = bits(&w, "one", &set);
     for (data, expert) in [(2, 2), (4, 4)] {
-        let got = bits(&w, "run", &[&with(&layout(data, expert, 0), &set)[..], &["--overwrite"]].concat());
+        let got = bits(&w, "run", &with(&layout(data, expert, 0), &set));
         let far = apart(&got[0], &one[0]);
         assert!(far <= 1e-5, "{data} {expert}: {far:.1e}");
         assert_eq!(got[1].len(), one[1].len(), "{data} {expert}: other states");
@@ -255,44 +216,30 @@ fn projected_gradients_of_experts_are_those_of_one_rank() {
 /// Processes have the bits of threads: the owners of experts tell the first rank what the result needs of these.
 #[test]
 fn processes_have_the_bits_of_threads() {
-    let w = world(MIXED, Value::Null);
+    let w = world(MIXED);
     let own = layout(2, 2, 0);
     let set = with(&own, &["lora.init=pissa", "run.epochs=0.3"]);
-    let want = bits(&w, "threads", &set);
-    let args = [&["run", "r.toml", "run.output=processes"][..], &set].concat();
-    for ran in split::all(split::launch(&w, &[0, 1], 2, &args)) {
-        assert_eq!(ran.code, 0, "{}", ran.err);
-    }
-    assert!(ends(&w, "processes") == want);
+    assert!(split::processes(&w, 2, "processes", &set) == bits(&w, "threads", &set));
 }
 
 /// A process that dies is named, and ends all with exit code 7.
 #[test]
 fn a_lost_owner_of_experts_is_named() {
-    let w = world(EXPERTS, Value::Null);
-    let own = layout(2, 2, 0);
-    let long = with(&own, &["run.save_every=2", "run.epochs=4000", "run.output=lost"]);
-    let processes = split::launch(&w, &[0, 1], 2, &[&["run", "r.toml"][..], &long].concat());
-    let ended = split::killed(&w, "lost", processes, 1);
-    assert_eq!(ended[0].code, 7, "{}", ended[0].err);
-    assert!(
-        ended[0].err.contains("rank 1 of 2") && ended[0].err.contains("its process is gone"),
-        "{}",
-        ended[0].err
-    );
+    let w = world(EXPERTS);
+    let said = split::lost(&w, &with(&layout(2, 2, 0), &[]));
+    assert!(said.contains("its process is gone"), "{said}");
 }
 
 /// What ranks cannot split is refused by name.
 #[test]
 fn experts_that_ranks_cannot_split_are_refused() {
-    let w = world(EXPERTS, Value::Null);
+    let w = world(EXPERTS);
     for (set, says) in [
         (&["parallel.data=3", "parallel.expert=3", "run.batch_rows=6"][..], "4 experts"),
         (&["parallel.data=2", "parallel.expert=4"], "parallel.expert"),
         (&["parallel.data=2", "parallel.expert=2", "generate.samples=2"], "generate.samples"),
     ] {
-        let r = w.ft(&[&["run", "r.toml", "run.output=none"][..], set].concat());
-        assert!(r.code == 2 && r.err.contains(says) && r.err.contains("hint: "), "{set:?}: {}", r.err);
+        split::refused(&w, "run", set, says);
     }
     w.config("tiny", json!({"model_type": "qwen3"}));
     let r = w.ft(&["run", "r.toml", "run.output=none", "parallel.data=2", "parallel.expert=2"]);

@@ -1,7 +1,7 @@
 //! Layers over ranks (`parallel.pipeline`): the bits of one stage, in every layout, and its memory and bytes as planned.
 
-use crate::split::{self, ADAPTERS, CUT, MIXTURE, apart, ends};
-use crate::world::{Dice, FULL, World, alternate, nightly, recipe};
+use crate::split::{self, ADAPTERS, CUT, MIXTURE, apart, bits, with};
+use crate::world::{Dice, FULL, World, alternate, mixture, nightly};
 use serde_json::{Value, json};
 
 /// LoRA with dropout, DoRA everywhere.
@@ -31,31 +31,12 @@ fn shared() -> Value {
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64})
 }
 
-/// Four micro-batches a step and two in the last one, with clipping that bites.
 fn world(rules: &str, config: Value) -> World {
-    let w = World::new();
-    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": true});
-    w.config("tiny", if rules == MIXTURE { mixture } else { config });
-    let run = "epochs = 1.15\nsave_every = 4\nkeep = 9\nclip = 0.5";
-    let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
-    w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
-    w
+    split::world_of(rules, if rules == MIXTURE { mixture() } else { config })
 }
 
-#[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    w.ok(&[&["run", "r.toml", "--overwrite", &format!("run.output={run}")][..], set].concat());
-    ends(w, run)
-}
-
-fn layout(data: usize, pipeline: usize, zero: u8) -> Vec<String> {
-    let axes = [("data", data), ("pipeline", pipeline), ("zero", zero.into())];
-    axes.iter().map(|(key, n)| format!("parallel.{key}={n}")).collect()
-}
-
-fn with<'a>(layout: &'a [String], set: &[&'a str]) -> Vec<&'a str> {
-    layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
+fn layout(data: usize, pipeline: usize, zero: u8) -> [String; 3] {
+    split::layout("pipeline", data, pipeline, zero)
 }
 
 fn losses(w: &World, run: &str) -> Vec<[u64; 2]> {
@@ -204,11 +185,8 @@ fn a_run_goes_on_in_another_layout() {
     for (from, to) in [(2, 1), (1, 3), (3, 2)] {
         let (from, to) = (layout(1, from, 0), layout(1, to, 0));
         bits(&w, "run", &with(&from, &[]));
-        for name in &w.checkpoints("run")[1..] {
-            std::fs::remove_dir_all(w.path(&format!("run/checkpoints/{name}"))).expect("removed");
-        }
-        w.ok(&[&["run", "r.toml", "--resume", "run.output=run"][..], &with(&to, &[])].concat());
-        assert!(ends(&w, "run") == want, "{from:?} to {to:?}");
+        split::keep_first(&w, "run");
+        assert!(bits(&w, "run", &with(&to, &["--resume"])) == want, "{from:?} to {to:?}");
     }
 }
 
@@ -250,13 +228,8 @@ fn bytes_between_ranks_are_as_planned() {
             bits(&w, "run", &with(&own, &set));
             let start = &w.events("run", "start")[0];
             assert_eq!(start["mesh"], if data == 1 { "pipeline 2" } else { "pipeline 2 x data 2" });
-            for (planned, came) in
-                [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_exchanged", "wire_bytes_exchanged")]
-            {
-                let planned = start["plan"][planned].as_f64().expect("planned");
-                let came = w.events("run", "step")[0][came].as_f64().expect("counted");
-                let far = came / planned - 1.0;
-                assert!(far.abs() <= 0.01, "{set:?} {own:?}: {planned} planned, {came} came");
+            for key in ["wire_bytes", "wire_bytes_exchanged"] {
+                split::as_planned(&w, "run", key, &format!("{set:?} {own:?}"));
             }
         }
     }
@@ -272,13 +245,8 @@ fn bytes_between_ranks_are_as_planned() {
 #[test]
 fn a_lost_stage_is_named() {
     let w = world(FULL, json!({}));
-    let own = layout(1, 2, 0);
-    let long = with(&own, &["run.save_every=2", "run.epochs=4000", "run.output=lost"]);
-    let processes = split::launch(&w, &[0, 1], 2, &[&["run", "r.toml"][..], &long].concat());
-    let ended = split::killed(&w, "lost", processes, 1);
-    let said = &ended[0].err;
-    assert_eq!(ended[0].code, 7, "{said}");
-    assert!(said.contains("rank 1 of 2") && said.contains("stage 1: "), "{said}");
+    let said = split::lost(&w, &with(&layout(1, 2, 0), &[]));
+    assert!(said.contains("stage 1: "), "{said}");
 }
 
 /// Processes have the bits of threads. Those of other stages tell the first what the result needs of their layers.
@@ -289,12 +257,7 @@ fn stages_in_processes_have_the_same_bits() {
     {
         let w = world(rules, json!({}));
         let want = bits(&w, "one", &with(&layout(2, 1, 0), set));
-        let own = layout(2, 2, 2);
-        let args = [&["run", "r.toml", "run.output=run"][..], &with(&own, set)].concat();
-        for ran in split::all(split::launch(&w, &[0, 1, 2, 3], 4, &args)) {
-            assert_eq!(ran.code, 0, "{}", ran.err);
-        }
-        assert!(ends(&w, "run") == want, "{rules}");
+        assert!(split::processes(&w, 4, "run", &with(&layout(2, 2, 2), set)) == want, "{rules}");
     }
 }
 
@@ -318,13 +281,7 @@ fn unsupported_settings_of_stages_are_refused() {
             &["run", "plan", "check"]
         };
         for verb in verbs {
-            let r = w.ft(&[&[*verb, "r.toml", "run.output=none"][..], set].concat());
-            assert!(
-                r.code == 2 && r.err.contains(says) && r.err.contains("hint: "),
-                "{verb} {set:?}: {}",
-                r.err
-            );
+            split::refused(&w, verb, set, says);
         }
     }
-    assert!(!w.path("none").exists());
 }

@@ -1,15 +1,8 @@
 //! Runs on several ranks: results do not depend on sharding, and agree with one rank.
 
 use crate::runs::resume::killed;
-use crate::split::{ADAPTERS, MIXTURE, apart, ends, world};
+use crate::split::{self, ADAPTERS, MIXTURE, apart, bits, ends, world};
 use crate::world::{FULL, LORA, World, alternate, kills, repository};
-
-/// Runs with settings. Returns the result, and weights and moments of the last checkpoint.
-#[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
-    ends(w, run)
-}
 
 /// Step number and metrics, as bits.
 type Step = (u64, u64, u64, u64);
@@ -44,21 +37,14 @@ fn stages_and_ranks_have_the_same_bits() {
         let want = run(2, 0);
         for (ranks, zero) in alternate(at, [(2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)]) {
             assert!(run(ranks, zero) == want, "{set:?}: {ranks} ranks, stage {zero}");
-            let (steps, evals) = told(&w, &format!("run-{ranks}-{zero}"));
+            let name = format!("run-{ranks}-{zero}");
+            let (steps, evals) = told(&w, &name);
             let (first, one) = told(&w, "run-2-0");
             assert_eq!(evals, one, "{set:?}");
             assert!(ranks == 4 || steps == first, "{set:?}: stage {zero} tells something else");
             // In f16, a step is repeated after an overflow.
             if !set.contains(&"model.dtype=f16") {
-                let run = format!("run-{ranks}-{zero}");
-                let planned =
-                    w.events(&run, "start")[0]["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
-                let came = w.events(&run, "step")[0]["wire_bytes"].as_f64().expect("counted");
-                let apart = came / planned - 1.0;
-                assert!(
-                    apart.abs() <= 0.01,
-                    "{set:?}, {ranks} ranks, stage {zero}: {planned} planned, {came} came"
-                );
+                split::as_planned(&w, &name, "wire_bytes", &format!("{set:?} {name}"));
             }
         }
         let one = run(1, 0);
@@ -68,8 +54,7 @@ fn stages_and_ranks_have_the_same_bits() {
         let far = apart(&want[0], &one[0]);
         eprintln!("{set:?}: {far:.1e} from one rank");
         assert!(far <= bar, "{set:?}: {far:.1e} from one rank");
-        let loss =
-            |run: &str| w.events(run, "step").iter().filter_map(|e| e["loss"].as_f64()).collect::<Vec<_>>();
+        let loss = |run: &str| split::told(&w, run, "step", "loss");
         let pairs = loss("run-2-0").into_iter().zip(loss("run-1-0"));
         assert!(
             pairs.clone().count() == 12 && pairs.clone().all(|(a, b)| (a - b).abs() <= bar * b),
@@ -93,11 +78,8 @@ fn a_run_goes_on_with_other_ranks() {
             ("parallel.data=2", "parallel.zero=2"),
             ("parallel.data=4", "parallel.zero=3"),
         ] {
-            std::fs::remove_dir_all(w.path("again")).ok();
             bits(&w, "again", &set(ranks, zero));
-            for name in &w.checkpoints("again")[1..] {
-                std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
-            }
+            split::keep_first(&w, "again");
             let back = [&["--resume"][..], &set("parallel.data=2", "parallel.zero=1")].concat();
             assert!(bits(&w, "again", &back) == whole, "{ranks} {zero}");
             assert_eq!(w.steps("again").last(), steps.last());

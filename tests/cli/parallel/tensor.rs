@@ -1,7 +1,7 @@
 //! Matrices over ranks (`parallel.tensor`): results agree with one rank, and do not depend on sharding or transport.
 
-use crate::split::{self, CUT, apart, ends, gradients, gradients_apart, launch};
-use crate::world::{Dice, FULL, World, recipe};
+use crate::split::{self, CUT, apart, bits, ends, gradients, gradients_apart, launch, told, with};
+use crate::world::{Dice, FULL, World, merged, recipe};
 use serde_json::{Value, json};
 
 /// LoRA on a 4-bit base.
@@ -18,9 +18,7 @@ fn world(rules: &str, config: Value) -> World {
     let w = World::new();
     let wide = json!({"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64});
     let extra = if rules == QUANTIZED { wide } else { json!({"num_key_value_heads": 4}) };
-    let mut all = extra.as_object().cloned().expect("an object");
-    all.extend(config.as_object().cloned().unwrap_or_default());
-    w.config("tiny", Value::Object(all));
+    w.config("tiny", merged(extra, &config));
     let mut dice = Dice(3);
     let mut row = |n: u64| {
         let ids: Vec<u64> = (0..n).map(|_| dice.below(64)).collect();
@@ -36,18 +34,8 @@ fn world(rules: &str, config: Value) -> World {
     w
 }
 
-#[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    w.ok(&[&["run", "r.toml", &format!("run.output={run}"), "--overwrite"][..], set].concat());
-    ends(w, run)
-}
-
 fn layout(data: usize, tensor: usize, zero: u8) -> [String; 3] {
-    [format!("parallel.data={data}"), format!("parallel.tensor={tensor}"), format!("parallel.zero={zero}")]
-}
-
-fn with<'a>(layout: &'a [String; 3], set: &[&'a str]) -> Vec<&'a str> {
-    layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
+    split::layout("tensor", data, tensor, zero)
 }
 
 /// Linear attention, gated attention with one head of keys.
@@ -133,10 +121,7 @@ fn matrices_over_ranks_train_as_whole_ones() {
                 let own = layout(data, tensor, zero);
                 assert!(bits(&w, "run", &with(&own, set)) == want, "{rules}{own:?}");
             }
-            let loss = |run: &str| {
-                let all = w.events(run, "step").into_iter().filter_map(|e| e["loss"].as_f64());
-                all.chain(split::evals(&w, run)).collect::<Vec<_>>()
-            };
+            let loss = |run: &str| [told(&w, run, "step", "loss"), split::evals(&w, run)].concat();
             let pairs: Vec<_> = loss("first").into_iter().zip(loss("one")).collect();
             assert!(pairs.len() > 6 && pairs.iter().all(|(a, b)| (a - b).abs() <= 2e-6 * b), "{pairs:?}");
         }
@@ -152,11 +137,9 @@ fn a_run_goes_on_in_another_layout() {
         let layouts = [layout(1, 1, 0), layout(1, 2, 0), layout(2, 2, 3), layout(1, 4, 1)];
         for (from, to) in layouts.iter().zip(layouts.iter().cycle().skip(1)) {
             bits(&w, "run", &with(from, &[]));
-            for name in &w.checkpoints("run")[1..] {
-                std::fs::remove_dir_all(w.path(&format!("run/checkpoints/{name}"))).expect("removed");
-            }
-            w.ok(&[&["run", "r.toml", "run.output=run", "--resume"][..], &with(to, &[])].concat());
-            let far = ends(&w, "run").iter().zip(&one).map(|(a, b)| apart(a, b)).fold(0.0, f64::max);
+            split::keep_first(&w, "run");
+            let got = bits(&w, "run", &with(to, &["--resume"]));
+            let far = got.iter().zip(&one).map(|(a, b)| apart(a, b)).fold(0.0, f64::max);
             assert!(far <= 1e-4, "{rules}{from:?} to {to:?}: {far:.1e}");
         }
     }
@@ -183,10 +166,7 @@ fn bytes_between_ranks_are_as_planned() {
         for recompute in ["memory.recompute=none", "memory.recompute=norms", "memory.recompute=all"] {
             let own = layout(data, tensor, zero as u8);
             bits(&w, "run", &with(&own, &[recompute]));
-            let planned = w.events("run", "start")[0]["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
-            let came = w.events("run", "step")[0]["wire_bytes"].as_f64().expect("counted");
-            let far = came / planned - 1.0;
-            assert!(far.abs() <= 0.01, "{rules}{own:?} {recompute}: {planned} planned, {came} came");
+            split::as_planned(&w, "run", "wire_bytes", &format!("{rules}{own:?} {recompute}"));
         }
     }
 }
@@ -206,9 +186,7 @@ fn states_in_8_bits_keep_their_blocks() {
         assert!(far <= 1e-3, "{own:?}: {far:.1e}");
     }
     let w = world(FULL, config(256));
-    let own = layout(1, 2, 0);
-    let r = w.ft(&[&["run", "r.toml", "run.output=none"][..], &with(&own, &set)].concat());
-    assert!(r.code == 2 && r.err.contains("blocks of 256") && r.err.contains("hint: "), "{}", r.err);
+    split::refused(&w, "run", &with(&layout(1, 2, 0), &set), "blocks of 256");
 }
 
 /// Processes have the bits of threads. One that dies is named, and ends all with exit code 7.
@@ -222,14 +200,8 @@ fn processes_train_as_threads_and_a_lost_one_is_named() {
     assert!(ended.iter().all(|p| p.code == 0), "{}", ended[0].err);
     assert!(ends(&w, "processes") == want);
     assert!(ended[0].err.contains("tensor 2"), "{}", ended[0].err);
-    let long = with(&own, &["run.save_every=2", "run.steps=40000", "run.output=lost"]);
-    let processes = launch(&w, &[0, 1], 2, &[&["run", "r.toml"][..], &long].concat());
-    let ended = split::killed(&w, "lost", processes, 1);
-    let says = &ended[0].err;
-    assert!(
-        ended[0].code == 7 && says.contains("rank 1 of 2") && says.contains("its process is gone"),
-        "{says}"
-    );
+    let said = split::lost(&w, &with(&own, &[]));
+    assert!(said.contains("its process is gone"), "{said}");
 }
 
 /// What ranks cannot cut is refused by name, by plan, check and run.
@@ -245,22 +217,14 @@ fn matrices_that_ranks_cannot_cut_are_refused() {
         (json!({}), &["log.samples=['a']"], "log.samples"),
         (json!({}), &["generate.samples=2"], "generate.samples"),
     ] {
-        let mut all = json!({"num_key_value_heads": 4});
-        all.as_object_mut().expect("an object").extend(config.as_object().cloned().expect("an object"));
-        w.config("tiny", all);
+        w.config("tiny", merged(json!({"num_key_value_heads": 4}), &config));
         let tensor = if set.iter().any(|s| s.starts_with("parallel.tensor")) {
             &[][..]
         } else {
             &["parallel.tensor=2"]
         };
         for verb in ["plan", "check", "run"] {
-            let r = w.ft(&[&[verb, "r.toml", "run.output=none"][..], set, tensor].concat());
-            assert!(
-                r.code == 2 && r.err.contains(says) && r.err.contains("hint: "),
-                "{verb} {set:?}: {}",
-                r.err
-            );
+            split::refused(&w, verb, &[set, tensor].concat(), says);
         }
     }
-    assert!(!w.path("none").exists());
 }

@@ -5,7 +5,7 @@ use crate::world::{FULL, World, recipe};
 use serde_json::Value;
 
 fn json(w: &World, args: &[&str]) -> Value {
-    serde_json::from_str(&w.ok(&[&["plan"][..], args, &["--json"]].concat()).out).expect("JSON")
+    w.ok(&[&["plan"][..], args, &["--json"]].concat()).json()
 }
 
 /// Memory and bytes of each layout are those of its plan, and the settings are what `ft plan` takes.
@@ -93,7 +93,7 @@ fn the_fastest_layout_is_taken_and_written() {
     let set = ["run", "auto.toml", "run.output=o", "run.steps=1"];
     let ranks = all(launch(&w, &[0, 1], 2, &set));
     assert!(ranks.iter().all(|r| r.code == 0) && ranks[0].err.contains(&said), "{said}: {}", ranks[0].err);
-    let written = String::from_utf8(w.read("o/recipe.toml")).expect("text");
+    let written = w.text("o/recipe.toml");
     let table = &toml::from_str::<toml::Table>(&written).expect("a recipe")["parallel"];
     for set in best.as_str().into_iter().flat_map(|set| set.split(' ')) {
         if let Some((key, n)) = set.strip_prefix("parallel.").and_then(|set| set.split_once('=')) {
@@ -110,8 +110,7 @@ fn plans_use_the_measured_links() {
     let w = World::new();
     w.config("tiny", serde_json::json!({}));
     w.write("r.toml", recipe(FULL));
-    let measured: Value =
-        serde_json::from_str(&w.ok(&["bench", "--ranks", "2", "--json"]).out).expect("JSON");
+    let measured = w.ok(&["bench", "--ranks", "2", "--json"]).json();
     assert!(
         ["gather", "sum", "exchange"].iter().all(|rate| measured[rate].as_f64() > Some(0.0)),
         "{measured}"

@@ -22,8 +22,7 @@ fn plans_of_a_card_take_its_measured_rates() {
     let of_h100 = plan("H100").out;
     assert!(of_h100.contains("by rates measured on NVIDIA H100 PCIe on 2026-11-26"), "{of_h100}");
     assert!(!of_h100.contains("data sheet"), "{of_h100}");
-    let json: Value = serde_json::from_str(&w.ok(&["plan", "qwen3-8b-qlora", "--gpu", "H100", "--json"]).out)
-        .expect("JSON");
+    let json = w.ok(&["plan", "qwen3-8b-qlora", "--gpu", "H100", "--json"]).json();
     assert_eq!((&json["time"]["probe"], &json["time"]["data_sheet"]), (&probes()["H100"], &Value::Null));
     let of = |i: usize| json["time"]["step_seconds"][i].as_f64().expect("seconds");
     assert!((of(1) / of(0) - 1.3 / 0.7).abs() < 1e-9, "{json}");

@@ -4,24 +4,16 @@
 use crate::world::{LORA, Ran, World, recipe, rows};
 use serde_json::{Value, json};
 
-fn world() -> World {
-    let w = World::new();
-    w.config("tiny", json!({}));
-    w.write("r.toml", recipe(LORA));
-    w
-}
-
 fn plan(w: &World, set: &[&str]) -> Value {
     let mut args = vec!["plan", "r.toml", "--json"];
     args.extend(set);
-    let r = w.ft(&args);
-    serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
+    w.ft(&args).json()
 }
 
 /// A run with checkpoints larger than the disk is refused by key, and nothing is written.
 #[test]
 fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
-    let w = world();
+    let w = World::tiny(LORA);
     let set = ["run.save_every=1", "run.steps=1000000000", "run.keep=1000000000"];
     let r = w.ft(&[&["run", "r.toml"][..], &set].concat());
     assert_eq!(r.code, 8, "{}", r.err);
@@ -63,7 +55,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
 /// The planned disk usage of a run folder agrees with the maximum to 2%.
 #[test]
 fn planned_disk_usage_agrees_with_the_files() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.config("tiny", json!({"hidden_size": 512, "intermediate_size": 1024}));
     let set = ["lora.rank=64", "train.1.rank=64", "run.steps=4", "run.save_every=1", "run.keep=2"];
     let p = plan(&w, &[&set[..], &["memory.budget=1GiB"]].concat());
@@ -85,7 +77,7 @@ fn planned_disk_usage_agrees_with_the_files() {
 /// `ft data` caches lengths for `ft plan`; changed data invalidates them.
 #[test]
 fn plans_use_the_lengths_of_data_read_before() {
-    let w = world();
+    let w = World::tiny(LORA);
     let set = ["run.epochs=2", "data.pack=false"];
     w.write("r.toml", recipe(LORA).replace("steps = 6\n", ""));
     let text = |w: &World| w.ok(&[&["plan", "r.toml"][..], &set].concat()).out;
@@ -117,7 +109,7 @@ fn plans_use_the_lengths_of_data_read_before() {
 /// A plan that does not fit prints the remedies with the plan, and a single error line.
 #[test]
 fn hints_are_printed_once() {
-    let w = world();
+    let w = World::tiny(LORA);
     let r = w.ft(&["plan", "r.toml", "memory.budget=300KiB"]);
     assert_eq!(r.code, 8);
     assert!(r.out.starts_with("does not fit: ") && r.out.contains("hint: "), "{}", r.out);
@@ -214,7 +206,7 @@ fn a_chat_that_does_not_fit_is_refused_before_it_loads() {
 /// allocation.
 #[test]
 fn a_failed_allocation_is_named_with_its_purpose() {
-    let w = world();
+    let w = World::tiny(LORA);
     let rows: String = (0..4).map(|_| format!("{}\n", json!({"input_ids": vec![7; 512]}))).collect();
     w.write("rows.jsonl", rows);
     w.config(

@@ -1,7 +1,7 @@
 //! A run that was killed, stopped or restarted ends like an uninterrupted run.
 
 use super::stops::{at_a_moment, send, until};
-use crate::world::{Dice, FULL, LORA, World, content, kills, recipe, reference};
+use crate::world::{Dice, FULL, LORA, World, content, kills, mixture, recipe, reference};
 use rustix::process::Signal;
 use serde_json::json;
 use std::time::Duration;
@@ -53,9 +53,7 @@ method = "full"
 
 fn world(rules: &str) -> World {
     let w = World::new();
-    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": true});
-    w.config("tiny", if rules == FOUR_BIT { mixture } else { json!({}) });
+    w.config("tiny", if rules == FOUR_BIT { mixture() } else { json!({}) });
     w.write(
         "r.toml",
         recipe(rules).replace("steps = 6", &format!("steps = {STEPS}\nsave_every = 1\neval_every = 7")),
@@ -155,7 +153,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
     w.config("tiny", json!({"intermediate_size": 9000}));
     w.write("r.toml", recipe(LORA));
     let rows = |run: &str| {
-        let text = String::from_utf8(w.read(&format!("{run}/recipe.toml"))).expect("text");
+        let text = w.text(&format!("{run}/recipe.toml"));
         let line = text.lines().find(|l| l.starts_with("micro_rows")).map(String::from);
         line.expect("micro_rows")
     };
@@ -216,7 +214,7 @@ fn a_run_goes_on_with_less_memory() {
     assert_eq!(began["recompute"]["value"], 0, "{began}");
     // Minimum memory for the micro-batches.
     let p = w.ok(&["plan", "r.toml", &rows, "memory.recompute=all", "memory.budget=8GiB", "--json"]);
-    let p: serde_json::Value = serde_json::from_str(&p.out).expect("JSON");
+    let p = p.json();
     let least = p["device"]["total"].as_u64().expect("bytes");
     let go_on = |budget: u64| {
         let mut all = args(&["run.output=again", "--resume"]);
@@ -241,9 +239,7 @@ fn a_run_goes_on_with_less_memory() {
 
 #[test]
 fn a_resume_takes_accepted_changes_alone() {
-    let w = World::new();
-    w.config("tiny", json!({}));
-    w.write("r.toml", recipe(LORA));
+    let w = World::tiny(LORA);
     w.ok(&["run", "r.toml", "run.output=a"]);
     let more = ["run", "r.toml", "run.output=a", "--resume", "run.steps=8", "optimizer.lr=2e-2"];
     let r = w.ft(&more);

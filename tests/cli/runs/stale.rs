@@ -2,21 +2,18 @@
 //! begins.
 
 use crate::world::{FULL, World, content, recipe};
-use serde_json::{Value, json};
 
 const LORA: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
 
 fn world() -> World {
-    let w = World::new();
-    w.config("tiny", json!({}));
-    w.write("r.toml", recipe(LORA));
+    let w = World::tiny(LORA);
     w.ok(&["run", "r.toml", "run.output=o", "run.save_every=1", "run.keep=9"]);
     w
 }
 
 /// Metrics of a run killed after the last step.
 fn without_end(w: &World) {
-    let text = String::from_utf8(w.read("o/metrics.jsonl")).expect("text");
+    let text = w.text("o/metrics.jsonl");
     let kept = text.lines().filter(|l| !l.contains("\"event\":\"end\""));
     w.write("o/metrics.jsonl", kept.map(|l| format!("{l}\n")).collect::<String>());
 }
@@ -24,10 +21,7 @@ fn without_end(w: &World) {
 #[test]
 fn a_resumed_run_does_not_answer_with_its_earlier_result() {
     let w = world();
-    let loss = |of: &str| {
-        let r = w.ok(&["eval", "r.toml", "--adapter", of, "--json"]);
-        serde_json::from_str::<Value>(&r.out).expect("JSON")["loss"].as_f64().expect("a loss")
-    };
+    let loss = |of: &str| w.ok(&["eval", "r.toml", "--adapter", of, "--json"]).loss();
     let (first, before) = (loss("o"), content(&w.path("o/adapter")));
     assert_eq!(first, loss("o/adapter"));
     w.ok(&[

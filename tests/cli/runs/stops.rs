@@ -8,13 +8,6 @@ use serde_json::{Value, json};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-fn world() -> World {
-    let w = World::new();
-    w.config("tiny", json!({}));
-    w.write("r.toml", recipe(LORA));
-    w
-}
-
 /// Waits for a condition. Returns false if the process ended before.
 pub fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
@@ -71,7 +64,7 @@ fn end(w: &World, run: &str) -> End {
 /// A kill in the last evaluation loses no step. The evaluation alone is repeated, and recorded once.
 #[test]
 fn a_kill_in_the_last_evaluation_loses_nothing() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.write("eval.jsonl", rows(4000, 2));
     w.ok(&["run", "r.toml", "run.output=whole"]);
     for signal in [Signal::KILL, Signal::TERM] {
@@ -91,11 +84,11 @@ fn a_kill_in_the_last_evaluation_loses_nothing() {
 /// An evaluation due at a checkpoint runs once, whether the run died before or after it.
 #[test]
 fn an_evaluation_due_at_a_checkpoint_runs_once() {
-    let w = world();
+    let w = World::tiny(LORA);
     let args = ["run", "r.toml", "run.output=a", "run.eval_every=3", "run.save_every=3"];
     w.ok(&args);
     let whole = end(&w, "a");
-    let metrics = String::from_utf8(w.read("a/metrics.jsonl")).expect("text");
+    let metrics = w.text("a/metrics.jsonl");
     for keep_eval in [true, false] {
         std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
         let lines = metrics.lines().filter(|l| keep_eval || !l.contains("\"eval\""));
@@ -116,7 +109,7 @@ pub fn hangups_are_ignored() -> bool {
 /// ends like an uninterrupted one.
 #[test]
 fn signals_do_not_wait_for_a_step() {
-    let w = world();
+    let w = World::tiny(LORA);
     // The second step has a thousand micro-batches.
     let set = ["run.batch_rows=1000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
     let args = |output: &'static str| [&["run", "r.toml", output, "--resume"][..], &set].concat();
@@ -153,7 +146,7 @@ fn a_diverged_run_stops() {
     for (rules, result) in [(LORA, "adapter"), (crate::world::FULL, "model")] {
         for eval in [true, false] {
             for (lr, steps) in [("1e10", 10), ("1e20", 2), ("1e38", 1), ("1e10", 2)] {
-                let w = world();
+                let w = World::tiny(LORA);
                 w.write("r.toml", recipe(rules));
                 let (lr, steps) = (format!("optimizer.lr={lr}"), format!("run.steps={steps}"));
                 let mut args = vec!["run", "r.toml", &lr, &steps, "run.clip=0", "optimizer.warmup_steps=0"];
@@ -171,7 +164,7 @@ fn a_diverged_run_stops() {
                 let stopped = w.events("runs/r", "stopped");
                 assert_eq!((stopped.len(), &stopped[0]["code"]), (1, &json!(6)), "{args:?}");
                 w.ok(&["report", "runs/r"]);
-                let page = String::from_utf8(w.read("runs/r/report.html")).expect("a page");
+                let page = w.text("runs/r/report.html");
                 assert!(!page.contains("still going"), "{args:?}");
             }
         }
@@ -308,7 +301,7 @@ fn an_overflow_is_not_called_a_bug() {
 /// Metrics modified by other programs do not end a run, and cause a warning.
 #[test]
 fn damaged_or_missing_metrics_are_a_warning() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.ok(&["run", "r.toml", "run.output=a", "run.save_every=3"]);
     let whole = end(&w, "a");
     std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
@@ -352,7 +345,7 @@ fn limited(w: &World, limit: &str, env: &[(&str, &str)], args: &[&str]) -> Ran {
 /// System limits have their own messages and exit codes.
 #[test]
 fn system_limits_have_their_own_messages() {
-    let w = world();
+    let w = World::tiny(LORA);
     w.config("tiny", json!({"hidden_size": 256, "intermediate_size": 512}));
     // In blocks of 512 bytes: more than the metrics take, less than a checkpoint.
     let r = limited(&w, "ulimit -f 400", &[], &["run", "r.toml", "run.steps=2"]);

@@ -253,7 +253,7 @@ fn a_changed_cache_is_made_again() {
     same(true, true, "removed", inode());
     w.write("mc/ft-cache.json", "{");
     same(true, true, "its marker", inode());
-    let marker = String::from_utf8(w.read("mc/ft-cache.json")).expect("text");
+    let marker = w.text("mc/ft-cache.json");
     w.write("mc/ft-cache.json", marker.replace("\"version\": 2", "\"version\": 1"));
     same(true, false, "of another version", inode());
     // Another model of the same shape, with one tensor different in one bit.

@@ -1,9 +1,8 @@
 //! `ft serve` on a run in progress, and beside it: each new checkpoint is taken up.
 
 use super::chunks;
-use crate::commands::verbs::quickstart;
 use crate::server::{Server, ask, until};
-use crate::world::{World, repository};
+use crate::world::{World, quickstart, repository};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -28,14 +27,14 @@ fn said_by(w: &World, model: &str) -> String {
 fn begun(w: &World, full: bool) {
     quickstart(w);
     if full {
-        let text = String::from_utf8(w.read("q.toml")).expect("text");
+        let text = w.text("q.toml");
         let text = text.replace("[lora]\nrank = 8\nalpha = 16\n", "").replace("\"lora\"", "\"full\"");
         w.write("q.toml", text);
     }
     let lr = if full { "optimizer.lr=1e-3" } else { "optimizer.lr=0.02" };
     let run = ["run", "q.toml", "run.steps=6", "run.save_every=2", "run.keep=9", "run.output=o"];
     w.ok(&[&run[..], &["run.batch_rows=2", "run.micro_rows=2", lr, "optimizer.schedule=constant"]].concat());
-    let metrics = String::from_utf8(w.read("o/metrics.jsonl")).expect("text");
+    let metrics = w.text("o/metrics.jsonl");
     w.write("live/recipe.toml", w.read("o/recipe.toml"));
     w.write("live/metrics.jsonl", format!("{}\n", metrics.lines().next().expect("a start")));
 }
@@ -108,7 +107,7 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     remove(4);
     is(&four, 4);
     remove(2);
-    let said = String::from_utf8(w.read("said")).expect("text");
+    let said = w.text("said");
     assert_eq!(said.matches("not taken up, and step 4 answers").count(), 1, "{said}");
     assert!(said.contains("its hash differs") && said.contains("step 4 answers"), "{said}");
     // A checkpoint deleted during reading is skipped.
@@ -123,19 +122,19 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     // For a finished run, the step of the result.
     save(&w, 4);
     is(&six, 6);
-    let metrics = String::from_utf8(w.read("live/metrics.jsonl")).expect("text");
+    let metrics = w.text("live/metrics.jsonl");
     w.write("live/metrics.jsonl", format!("{metrics}{}\n", json!({"event": "end", "of_step": 4})));
     is(&four, 4);
 
     // Another run in the same folder is another model.
-    let recipe = String::from_utf8(w.read("live/recipe.toml")).expect("text");
+    let recipe = w.text("live/recipe.toml");
     w.write(
         "live/recipe.toml",
         recipe.replace("alpha   = 16", "alpha   = 17").replace("alpha    = 16", "alpha    = 17"),
     );
     w.write("live/metrics.jsonl", metrics);
     is(&four, 4);
-    let said = String::from_utf8(w.read("said")).expect("text");
+    let said = w.text("said");
     assert!(said.contains("that of another run now"), "{said}");
     assert_eq!(s.interrupt(), Some(130));
 }
@@ -229,7 +228,7 @@ fn a_server_beside_a_run_ends_with_it() {
     run.kill().expect("killed");
     run.wait().expect("ended");
     until("end of the server", || TcpStream::connect(&address).is_err().then_some(()));
-    let said = String::from_utf8(w.read("o/serve.log")).expect("text");
+    let said = w.text("o/serve.log");
     assert!(!said.contains("error"), "{said}");
     // An address in use is reported, and the run completes.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -276,10 +275,7 @@ fn server_devices_that_are_missing_or_too_small_are_refused() {
     w.ok(&["check", "q.toml", "serve.devices=[\"cpu\"]"]);
 
     // The plan includes the server.
-    let json = |set: &[&str]| -> Value {
-        let r = w.ft(&[&["plan", "q.toml", "--json", "run.device=cpu"], set].concat());
-        serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
-    };
+    let json = |set: &[&str]| w.ft(&[&["plan", "q.toml", "--json", "run.device=cpu"], set].concat()).json();
     let (with, without) = (json(&["serve.devices=[\"cpu\"]"]), json(&[]));
     let bytes = with["host"]["server"].as_u64().expect("bytes");
     assert_eq!(with["server"]["host_bytes"], bytes);
@@ -310,7 +306,7 @@ fn server_devices_that_are_missing_or_too_small_are_refused() {
     // Every device has a copy.
     let server = |devices: &str| {
         let r = on_cuda(devices, "memory.budget=8GiB");
-        let plan: Value = serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err));
+        let plan = r.json();
         assert_eq!(plan["server"]["host_bytes"], plan["host"]["server"]);
         plan["server"].clone()
     };

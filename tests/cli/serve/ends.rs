@@ -1,9 +1,8 @@
 //! `ft serve` ends on a signal, whatever its clients do.
 
-use crate::commands::verbs::quickstart;
 use crate::runs::stops::hangups_are_ignored;
 use crate::server::Server;
-use crate::world::World;
+use crate::world::{World, quickstart};
 use serde_json::json;
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};

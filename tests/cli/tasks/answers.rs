@@ -1,7 +1,6 @@
 //! Evaluation by generation, and the cache of tokenized data.
 
-use crate::commands::verbs::quickstart;
-use crate::world::World;
+use crate::world::{World, quickstart};
 use serde_json::{Value, json};
 
 /// A world with the quickstart model, and a recipe that memorizes two answers. The evaluation asks for
@@ -81,11 +80,11 @@ fn answers_are_scored_beside_the_loss() {
     assert!(last["prompt"].as_str().is_some_and(|p| p.contains("Where is it?")), "{last}");
     assert_eq!((&last["exact_match"], &last["rouge_l"]), (&json!(true), &json!(1.0)));
     w.ok(&["report", "o"]);
-    let page = String::from_utf8(w.read("o/report.html")).expect("a page");
+    let page = w.text("o/report.html");
     for shown in ["id=\"scores\"", "Wanted: <q>It is 12 miles off.</q>", "Scored answers"] {
         assert!(page.contains(shown), "{shown}");
     }
-    let read = |args: &[&str]| -> Value { serde_json::from_str(&w.ok(args).out).expect("JSON") };
+    let read = |args: &[&str]| w.ok(args).json();
     let again = read(&["eval", "o", "--json"]);
     assert_eq!((scores(&again), &again["generated_tokens"]), (after, &evals[1]["generated_tokens"]));
     assert!(w.ok(&["eval", "o"]).out.contains("generated   exact match 66.7 %"));
@@ -163,10 +162,7 @@ fn the_token_cache_changes_no_bit() {
 #[test]
 fn plans_include_generated_answers_and_the_token_cache() {
     let w = world();
-    let plan = |set: &[&str]| -> Value {
-        let r = w.ok(&[&["plan", "r.toml", "--json"], set].concat());
-        serde_json::from_str(&r.out).expect("JSON")
-    };
+    let plan = |set: &[&str]| w.ok(&[&["plan", "r.toml", "--json"], set].concat()).json();
     let size = |name: &str| std::fs::metadata(w.path(name)).expect("a file").len();
     let files = size("train.jsonl") + size("eval.jsonl");
     assert_eq!(plan(&[])["disk"]["tokens"], files);

@@ -1,22 +1,16 @@
 //! Task "distill", and `ft logits`: PyTorch's losses in any split of a step, rows of a teacher, refusals.
 
-use super::preference::{compare, fixture};
+use super::preference::{compare, fixture, with_adapter};
 use crate::world::{LORA, World, apart, reference, rows_of};
 use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The recipe that `make_preference.py` trained: a PEFT adapter, 8 steps of 4 rows.
+/// The recipe that `make_preference.py` trained: a PEFT adapter.
 fn recipe() -> String {
-    let folder = fixture();
-    format!(
-        "task = \"distill\"\n[model]\nsource = \"{folder}/model\"\ndtype = \"f32\"\n[lora]\n\
-         init = \"{folder}/adapter_init\"\n[distill]\ntemperature = 2.0\nalpha = 0.7\n[data]\n\
-         train = [{{ source = \"{folder}/distill.jsonl\", format = \"tokens\" }}]\nmax_length = 64\nshuffle = false\n\
-         pack = false\n[run]\nseed = 1\nsteps = 8\nbatch_rows = 4\nmicro_rows = 2\ndevice = \"cpu\"\noutput = \"out\"\n\
-         [optimizer]\nlr = 2e-3\nweight_decay = 0.01\ndecay = \"all\"\nwarmup_steps = 2\n"
-    )
+    let rows = format!("train = [{{ source = \"{}/distill.jsonl\", format = \"tokens\" }}]", fixture());
+    with_adapter("distill", "[distill]\ntemperature = 2.0\nalpha = 0.7", &rows)
 }
 
 /// Rows of the fixture, as objects.
@@ -73,8 +67,7 @@ fn a_resumed_run_has_the_same_bits() {
         assert!(
             (number("loss") - sum).abs() < 1e-9 && number("loss") < evals[0]["loss"].as_f64().unwrap_or(0.0)
         );
-        let json: Value =
-            serde_json::from_str(&w.ok(&["eval", "half", "--json", more[0]]).out).expect("an evaluation");
+        let json = w.ok(&["eval", "half", "--json", more[0]]).json();
         assert!(
             (json["kd"].as_f64().expect("kd") - number("kd")).abs() < 1e-5 * number("kd"),
             "{json} {last}"
@@ -201,7 +194,7 @@ fn rows_of_another_tokenizer_or_template_are_refused() {
         w.tokenizer(name);
         w.config(name, json!({"vocab_size": 285}));
     }
-    let mut tokenizer: Value = serde_json::from_slice(&w.read("other/tokenizer.json")).expect("json");
+    let mut tokenizer = w.json("other/tokenizer.json");
     let tokens = tokenizer["added_tokens"].as_array_mut().expect("tokens");
     let id = tokens.len() - 1;
     tokens[id]["content"] = json!("<|another|>");

@@ -56,7 +56,7 @@ fn every_preference_recipe_learns() {
     }
     w.ok(&["run", "quickstart-kto"]);
     let r = w.ok(&["eval", "quickstart-dpo", "--json", "--adapter", "runs/quickstart-kto/adapter"]);
-    let of: Value = serde_json::from_str(&r.out).expect("an evaluation");
+    let of = r.json();
     assert!(of["accuracy"].as_f64().is_some_and(|a| a > 0.9), "{of}");
 }
 

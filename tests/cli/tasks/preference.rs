@@ -1,6 +1,6 @@
 //! Tasks on preferences, and weights: losses and metrics of PyTorch, any split of a step, resumed runs, refusals.
 
-use crate::world::{World, repository};
+use crate::world::{World, as_fixture, repository};
 use serde_json::{Value, json};
 
 const KINDS: [&str; 7] = ["dpo", "dpo_smooth", "ipo", "orpo", "simpo", "cpo", "kto"];
@@ -10,32 +10,38 @@ pub fn fixture() -> String {
     repository().join("tests/fixtures/preference").display().to_string()
 }
 
-/// The recipe of a kind, as `make_preference.py` trained: a PEFT adapter, 8 steps of 4 rows.
+/// A file of the fixture.
+pub fn read(file: &str) -> Value {
+    let text = std::fs::read_to_string(format!("{}/{file}", fixture())).expect("read");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// The recipe of a kind, as `make_preference.py` trained: a PEFT adapter.
 pub fn recipe(kind: &str, rows: &str) -> String {
-    let folder = fixture();
-    let all: Value =
-        serde_json::from_str(&std::fs::read_to_string(format!("{folder}/trajectory.json")).expect("read"))
-            .expect("json");
     let (task, format) = match kind {
         "dpo_smooth" | "ipo" => ("dpo", "preference"),
         "kto" => ("kto", "unpaired"),
         "weighted" => ("sft", "tokens"),
         task => (task, "preference"),
     };
-    let settings: String = all["settings"][kind]
+    let settings: String = read("trajectory.json")["settings"][kind]
         .as_object()
         .expect("settings")
         .iter()
         .map(|(key, value)| format!("{key} = {value}\n"))
         .collect();
     let preference = if task == "sft" { String::new() } else { format!("[preference]\n{settings}") };
-    format!(
+    with_adapter(task, &preference, &format!("train = [{{ source = \"{rows}\", format = \"{format}\" }}]"))
+}
+
+/// The recipe of a task that trains the fixture's adapter, with the task's settings and the sources of data.
+pub fn with_adapter(task: &str, settings: &str, data: &str) -> String {
+    let folder = fixture();
+    let start = format!(
         "task = \"{task}\"\n[model]\nsource = \"{folder}/model\"\ndtype = \"f32\"\n[lora]\n\
-         init = \"{folder}/adapter_init\"\n{preference}[data]\n\
-         train = [{{ source = \"{rows}\", format = \"{format}\" }}]\nmax_length = 64\nshuffle = false\npack = false\n\
-         [run]\nseed = 1\nsteps = 8\nbatch_rows = 4\nmicro_rows = 2\ndevice = \"cpu\"\noutput = \"out\"\n\
-         [optimizer]\nlr = 2e-3\nweight_decay = 0.01\ndecay = \"all\"\nwarmup_steps = 2\n"
-    )
+         init = \"{folder}/adapter_init\"\n{settings}"
+    );
+    as_fixture(&start, data)
 }
 
 pub fn rows(kind: &str) -> String {
@@ -50,20 +56,24 @@ pub fn rows(kind: &str) -> String {
 /// Compares the steps of a run with PyTorch's: losses within 1e-5, gradient norms and metrics within 1e-4.
 #[track_caller]
 pub fn compare(w: &World, run: &str, kind: &str) {
-    let text = std::fs::read_to_string(format!("{}/trajectory.json", fixture())).expect("read");
-    let expected: Value = serde_json::from_str(&text).expect("json");
-    let (expected, steps) =
-        (expected["steps"][kind].as_array().expect("steps").clone(), w.events(run, "step"));
+    let within = |key: &str| if key == "loss" { 1e-5 } else { 1e-4 };
+    near(&w.events(run, "step"), &read("trajectory.json")["steps"][kind], kind, within);
+}
+
+/// Compares steps with PyTorch's, `within` a distance for each key.
+#[track_caller]
+pub fn near(steps: &[Value], expected: &Value, kind: &str, within: fn(&str) -> f64) {
+    let expected = expected.as_array().expect("steps");
     assert_eq!(steps.len(), expected.len(), "{kind}");
-    for (ours, theirs) in steps.iter().zip(&expected) {
+    for (ours, theirs) in steps.iter().zip(expected) {
         for (key, theirs) in
             theirs.as_object().expect("a step").iter().filter(|(key, _)| *key != "kl_unclamped")
         {
             let (a, b) = (ours[key].as_f64(), theirs.as_f64().expect("a number"));
             let a = a.unwrap_or_else(|| panic!("{kind}: no {key} in {ours}"));
-            let within = if key == "loss" { 1e-5 } else { 1e-4 };
             let unit = if key.starts_with("logps") { 1.0 } else { 0.1 };
-            assert!((a - b).abs() <= within * b.abs().max(unit), "{kind} {key}: {a}, {b} expected: {ours}");
+            let far = (a - b).abs();
+            assert!(far <= within(key) * b.abs().max(unit), "{kind} {key}: {a}, {b} expected: {ours}");
         }
     }
 }
@@ -102,11 +112,7 @@ fn texts_are_tokenized_with_their_prompts() {
     let w = World::new();
     for (kind, file) in [("dpo", "pairs.jsonl"), ("kto", "unpaired.jsonl")] {
         for from in ["model", "tokenizer"] {
-            for entry in std::fs::read_dir(format!("{}/{from}", fixture())).expect("a folder") {
-                let path = entry.expect("an entry").path();
-                let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-                w.write(&format!("m/{name}"), std::fs::read(&path).expect("read"));
-            }
+            w.copy(format!("{}/{from}", fixture()), "m");
         }
         w.write("r.toml", recipe(kind, &format!("{}/{file}", fixture())));
         w.ok(&["run", "r.toml", "--overwrite", "model.source=m"]);

@@ -185,8 +185,7 @@ fn the_plan_has_the_reference_pass() {
     let w = World::new();
     for kind in ["dpo", "kto"] {
         w.write("r.toml", recipe(kind, &rows(kind)));
-        let plan =
-            || -> Value { serde_json::from_str(&w.ok(&["plan", "r.toml", "--json"]).out).expect("json") };
+        let plan = || w.ok(&["plan", "r.toml", "--json"]).json();
         assert!(plan()["reference"]["samples"].is_null());
         w.ok(&["run", "r.toml", "--overwrite"]);
         let of = plan();

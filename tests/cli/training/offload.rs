@@ -2,7 +2,7 @@
 //! activations.
 
 use crate::runs::resume::killed;
-use crate::split::{ADAPTERS, MIXTURE, ends, world};
+use crate::split::{self, ADAPTERS, MIXTURE, ends, world};
 use crate::world::{FULL, LORA, World, kills};
 
 const PARAMS: &str = "memory.offload=['params']";
@@ -16,9 +16,9 @@ type Bits = (Vec<Vec<u8>>, Vec<(u64, u64, u64, u64)>, Vec<String>);
 /// Runs with settings. Returns final files, steps and evaluations, bit for bit.
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Bits {
-    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
+    let ends = split::bits(w, run, set);
     let evals = w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect();
-    (ends(w, run), w.steps(run), evals)
+    (ends, w.steps(run), evals)
 }
 
 /// In full, with LoRA and DoRA, on a 4-bit base and on a mixture of experts; in half precision; at all
@@ -73,7 +73,7 @@ fn offloaded_shards_change_no_bit() {
             (4, 3, ALL),
         ] {
             let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
-            let set = [set, &[&*parallel[0], &*parallel[1], offload, "--overwrite"]].concat();
+            let set = [set, &[&*parallel[0], &*parallel[1], offload]].concat();
             assert!(bits(&w, "there", &set).0 == want, "{set:?}");
         }
     }

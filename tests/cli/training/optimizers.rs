@@ -2,8 +2,10 @@
 //! offloading.
 
 use crate::runs::resume::killed;
-use crate::split::ends;
-use crate::world::{FULL, LORA, World, alternate, apart, kills, recipe, repository, rows_of};
+use crate::split::{bits, ends, told};
+use crate::world::{
+    FULL, LORA, World, alternate, apart, kills, merged, mixture, recipe, repository, rows_of,
+};
 use candle_core::{DType, Device};
 use ft::files::TensorFiles;
 use serde_json::{Value, json};
@@ -62,13 +64,6 @@ fn off(w: &World, run: &str, fixture: &str, log: &Value) -> f64 {
     }
     eprintln!("{fixture}: {run} is within {worst:.1e}");
     worst
-}
-
-/// Runs with settings. Returns the final files.
-#[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
-    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
-    ends(w, run)
 }
 
 /// A world with a model that has some large tensors.
@@ -136,8 +131,7 @@ fn low_rank_gradients_have_the_same_bits_everywhere() {
         let run = |name: &str, more: &[&str]| bits(&w, name, &[&set[..], more].concat());
         let want = run("one", &[]);
         std::fs::remove_dir_all(w.path("one/checkpoints/step-00000006")).expect("removed");
-        w.ok(&[&["run", "r.toml", "run.output=one", "--resume"][..], &set[..]].concat());
-        assert!(ends(&w, "one") == want, "{more:?}: other bits after a resume");
+        assert!(run("one", &["--resume"]) == want, "{more:?}: other bits after a resume");
         let at_once = ["run.clip=0", "run.batch_rows=1", "run.micro_rows=1"];
         let plain = run("plain", &at_once);
         let inside = run("inside", &[&at_once[..], &["optimizer.in_backward=true"]].concat());
@@ -227,7 +221,7 @@ fn weights_without_masters_train_as_those_with_them() {
             let own = [format!("optimizer.name={name}"), format!("optimizer.master={master}")];
             let set = ["model.dtype=bf16", "run.steps=30", "optimizer.lr=1e-3", &own[0], &own[1]];
             bits(&w, &run, &[&set[..], more].concat());
-            let losses = w.events(&run, "step").iter().filter_map(|s| s["loss"].as_f64()).collect();
+            let losses = told(&w, &run, "step", "loss");
             let newest = w.checkpoints(&run).pop().expect("a checkpoint");
             let held = w.path(&format!("{run}/checkpoints/{newest}/weights.safetensors"));
             (losses, TensorFiles::open_file(&held).expect("tensors"))
@@ -285,8 +279,6 @@ fn eight_bit_moments_are_killed_and_resumed() {
 #[test]
 fn updates_in_the_backward_pass_have_the_same_bits() {
     let tied = json!({"tie_word_embeddings": true});
-    let moe = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "norm_topk_prob": true});
     let experts =
         FULL.replace("\"mlp\"", "\"experts\", \"router\"") + "[router]\naux_loss = 0.01\nz_loss = 0.001\n";
     let offload = "memory.offload=['optimizer']";
@@ -296,24 +288,22 @@ fn updates_in_the_backward_pass_have_the_same_bits() {
         (FULL, &json!({}), &["model.dtype=bf16", "memory.recompute=1", EIGHT_BIT]),
         (FULL, &tied, &["model.dtype=bf16", offload, EIGHT_BIT]),
         (LORA, &tied, &["memory.recompute=norms"]),
-        (&*experts, &moe, &["memory.recompute=feed_forward"]),
+        (&*experts, &mixture(), &["memory.recompute=feed_forward"]),
     ];
     for (at, (rules, config, set)) in cases.into_iter().enumerate() {
         let w = world(rules);
-        let mut own = json!({"hidden_size": 68, "num_hidden_layers": 2, "vocab_size": 80});
-        own.as_object_mut().expect("an object").extend(config.as_object().cloned().unwrap_or_default());
-        w.config("tiny", own);
+        let own = json!({"hidden_size": 68, "num_hidden_layers": 2, "vocab_size": 80});
+        w.config("tiny", merged(own, config));
         for (ranks, stages) in [(1, vec![0]), (2, alternate(at, [0, 1, 2, 3]).collect())] {
             let micro = format!("run.micro_rows={}", 4 / ranks);
             let data = format!("parallel.data={ranks}");
             let common = [set, &["run.clip=0", "run.save_every=3", &micro, &data]].concat();
-            let want = bits(&w, "end", &[&common[..], &["--overwrite"]].concat());
+            let want = bits(&w, "end", &common);
             for zero in stages {
                 let zero = format!("parallel.zero={zero}");
                 let now = [&common[..], &["optimizer.in_backward=true", &zero]].concat();
-                let told = |run: &str| w.steps(run);
-                assert!(bits(&w, "now", &[&now[..], &["--overwrite"]].concat()) == want, "{now:?}");
-                assert_eq!(told("now"), told("end"), "{now:?}");
+                assert!(bits(&w, "now", &now) == want, "{now:?}");
+                assert_eq!(w.steps("now"), w.steps("end"), "{now:?}");
                 // A resume may switch between the two.
                 std::fs::remove_dir_all(w.path("now/checkpoints/step-00000006")).expect("removed");
                 assert!(bits(&w, "now", &[&common[..], &["--resume"]].concat()) == want, "{now:?}: resumed");

@@ -43,7 +43,7 @@ fn is(found: &[(String, f64)], want: &[(&str, f64)]) -> bool {
 fn every_learning_rate_is_shown_before_a_run() {
     let w = world(MIXED, "");
     let want = [("lora", 2e-4), ("lora", 1e-4), ("full", 1e-5)];
-    let plan: Value = serde_json::from_str(&w.ok(&["plan", "r.toml", "--json"]).out).expect("JSON");
+    let plan = w.ok(&["plan", "r.toml", "--json"]).json();
     let found = rates(&plan["learning_rates"]);
     assert!(is(&found, &want), "{found:?}");
     let trainable: u64 = plan["learning_rates"]
@@ -101,7 +101,7 @@ fn a_resume_refuses_another_learning_rate() {
     w.ok(&["run", "r.toml", "run.save_every=3"]);
     std::fs::remove_dir_all(w.path("runs/r/checkpoints/step-00000006")).expect("removed");
     let state = "runs/r/checkpoints/step-00000003/state.json";
-    let text = String::from_utf8(w.read(state)).expect("a state");
+    let text = w.text(state);
     assert!(text.contains("\"optimizer.lr\": \"(default: full 1e-5, lora 2e-4)\""), "{text}");
     w.ok(&["run", "r.toml", "--resume"]);
     let r = w.ft(&["run", "r.toml", "--resume", "optimizer.lr=2e-4"]);
@@ -115,7 +115,7 @@ fn modules_of_an_adapter_have_the_default_rates_of_their_method() {
     w.ok(&["run", "r.toml", "run.output=a"]);
     w.write("b.toml", recipe("[lora]\ninit = \"a/adapter\"\n").replace("lr = 1e-2", ""));
     let want = [("lora", 2e-4), ("full", 1e-5)];
-    let plan: Value = serde_json::from_str(&w.ok(&["plan", "b.toml", "--json"]).out).expect("JSON");
+    let plan = w.ok(&["plan", "b.toml", "--json"]).json();
     assert!(is(&rates(&plan["learning_rates"]), &want), "{plan}");
     w.ok(&["run", "b.toml"]);
     assert!(is(&rates(&w.events("runs/b", "start")[0]["learning_rates"]), &want));
@@ -149,9 +149,7 @@ fn lr_scale_b_changes_updates_of_b_alone() {
         assert!(a.iter().any(|x| *x != 0.0), "{name}");
         assert!(a.iter().zip(&b).all(|(x, y)| (x * factor - y).abs() <= 1e-5 * y.abs()), "{name}");
     }
-    let plan: Value =
-        serde_json::from_str(&w.ok(&["plan", "r.toml", "--json", "optimizer.lr_scale_b=16"]).out)
-            .expect("JSON");
+    let plan = w.ok(&["plan", "r.toml", "--json", "optimizer.lr_scale_b=16"]).json();
     let found = rates(&plan["learning_rates"]);
     assert!(is(&found, &[("lora", 1.6e-2), ("lora", 1e-3)]), "{found:?}");
     assert_eq!(plan["learning_rates"][0]["lora_b"], true);

@@ -43,7 +43,7 @@ fn only_the_selected_token_rows_train() {
         let with = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
         assert!(near(with, losses[1]), "{with} and {}", losses[1]);
 
-        let config: Value = serde_json::from_slice(&w.read("a/adapter/adapter_config.json")).expect("JSON");
+        let config = w.json("a/adapter/adapter_config.json");
         let lists = match tied {
             true => json!({ "embed_tokens": IDS }),
             false => json!({ "embed_tokens": IDS, "lm_head": IDS }),
@@ -67,7 +67,7 @@ fn only_the_selected_token_rows_train() {
         }
 
         // Without rules, the adapter selects the rows.
-        let text = String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, "");
+        let text = w.text("r.toml").replace(rules, "");
         w.write("on.toml", text.replace("[data]", "[lora]\ninit = \"a/adapter\"\n[data]"));
         w.ok(&["run", "on.toml", "run.output=on"]);
         assert!(near(evals(&w, "on")[0], losses[1]), "{:?} and {}", evals(&w, "on"), losses[1]);
@@ -151,7 +151,7 @@ fn tokens_are_named_by_text_or_number() {
     assert!(r.out.contains("rows of tokens"), "{}", r.out);
     w.ok(&["plan", "r.toml"]);
     w.ok(&["run", "r.toml"]);
-    let config: Value = serde_json::from_slice(&w.read("runs/r/adapter/adapter_config.json")).expect("JSON");
+    let config = w.json("runs/r/adapter/adapter_config.json");
     assert_eq!(config["trainable_token_indices"]["lm_head"], json!([284, 300, 283]));
 
     for (tokens, said) in [
@@ -198,7 +198,7 @@ fn unknown_token_texts_extend_the_tokenizer() {
     w.write("r.toml", &text);
     let r = w.ok(&["run", "r.toml", "run.output=a"]);
     assert!(r.err.contains("\"<think>\" (token 285), \"</think>\" (token 286)"), "{}", r.err);
-    let config: Value = serde_json::from_slice(&w.read("a/adapter/adapter_config.json")).expect("JSON");
+    let config = w.json("a/adapter/adapter_config.json");
     assert_eq!(config["trainable_token_indices"], json!({"embed_tokens": [285, 286]}));
     let end = evals(&w, "a").pop().expect("an evaluation");
 
@@ -261,7 +261,7 @@ fn rules_that_conflict_with_token_rows_are_refused() {
         assert!(r.code == 4 && r.err.contains("rows of tokens"), "{to}: {} {}", r.code, r.err);
     }
     // An adapter with other tokens.
-    w.write("y.toml", String::from_utf8(w.read("r.toml")).expect("text").replace("40, 5", "5, 40"));
+    w.write("y.toml", w.text("r.toml").replace("40, 5", "5, 40"));
     let r = w.ft(&["run", "y.toml", "lora.init=a/adapter", "run.output=y"]);
     assert!(r.code == 4 && r.err.contains("other tokens"), "{}", r.err);
 }
