@@ -2,7 +2,8 @@
 
 use super::run_folder::{end_of, is_run, run_recipe};
 use super::usage;
-use crate::train::{Job, layout::CHECKPOINTS, output};
+use crate::train::layout::{CHECKPOINTS, RESULTS};
+use crate::train::{Job, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::tell;
 use ft_engine::adapters;
@@ -34,11 +35,11 @@ impl Source {
             return Self::of_checkpoint(dir);
         }
         if !is_run(dir) {
-            let is_result = dir.file_name().is_some_and(|n| output::RESULTS.iter().any(|r| n == *r));
+            let is_result = dir.file_name().is_some_and(|n| RESULTS.iter().any(|r| n == *r));
             let run = dir.parent().filter(|p| is_result && is_run(p) && end_of(p).is_some());
             return Ok(Self::named(name.into(), run));
         }
-        let result = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
+        let result = RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
         if let Some(result) = result.as_ref().filter(|_| end_of(dir).is_some()) {
             return Ok(Self::named(result.display().to_string(), Some(dir)));
         }

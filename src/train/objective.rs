@@ -1,6 +1,7 @@
 //! Tasks with a loss of whole documents: the common interface of a step and of an evaluation.
 
 use super::classify::Classes;
+use super::eval::Evaluation;
 use super::preference::{Group, Preferences, Scorer, Tally};
 use super::step::Stop;
 use ft_data::{Dataset, Micro};
@@ -10,43 +11,33 @@ use serde_json::{Map, Value};
 /// A task with a loss of whole documents.
 #[derive(Clone, Copy, Debug)]
 pub enum Objective<'a> {
-    /// Comparison or rating of completions, on a part of the data.
-    Preferences(&'a Preferences, Part),
-    /// Classification.
-    Classes(Classes<'a>),
-}
-
-impl<'a> Objective<'a> {
-    /// The task of a run on a part of the data, with its preferences; `None` for tasks on tokens.
-    pub fn of(recipe: &'a Recipe, preferences: Option<&'a Preferences>, part: Part) -> Option<Self> {
-        let preferences = preferences.map(|p| Self::Preferences(p, part));
-        preferences.or_else(|| Classes::of(recipe).map(Self::Classes))
-    }
-
-    /// Loss, targets and metrics of a dataset.
-    pub fn evaluate(
-        &self,
-        scorer: &Scorer<'_>,
-        data: &Dataset,
-        stop: Stop<'_>,
-    ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
-        match self {
-            Self::Preferences(preferences, part) => preferences.evaluate(scorer, data, *part, stop),
-            Self::Classes(classes) => classes.evaluate(scorer, data, stop),
-        }
-    }
-}
-
-/// A task in a step.
-#[derive(Clone, Copy, Debug)]
-pub enum StepObjective<'a> {
-    /// Comparison or rating of completions, with values of all samples of the step.
+    /// Comparison or rating of completions, and their samples.
     Preferences(&'a Preferences, Group),
     /// Classification.
     Classes(Classes<'a>),
 }
 
-impl StepObjective<'_> {
+impl<'a> Objective<'a> {
+    /// The task of a run on a part of the data, with its preferences, without KTO's estimate; `None` for tasks on
+    /// tokens.
+    pub fn of(recipe: &'a Recipe, preferences: Option<&'a Preferences>, part: Part) -> Option<Self> {
+        let preferences = preferences.map(|p| Self::Preferences(p, Group { part, kl: None }));
+        preferences.or_else(|| Classes::of(recipe).map(Self::Classes))
+    }
+
+    /// Loss and metrics of a dataset.
+    pub fn evaluate(
+        &self,
+        scorer: &Scorer<'_>,
+        data: &Dataset,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<Evaluation> {
+        match self {
+            Self::Preferences(preferences, group) => preferences.evaluate(scorer, data, group.part, stop),
+            Self::Classes(classes) => classes.evaluate(scorer, data, stop),
+        }
+    }
+
     /// Whether the loss is a mean over samples; over documents by weight, if not.
     pub fn is_by_samples(&self) -> bool {
         matches!(self, Self::Preferences(..))

@@ -7,9 +7,8 @@ use crate::inference::Server;
 use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
-use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained};
+use ft_engine::adapters::{self, PeftConfig, Selection, Trained};
 use ft_engine::model::Config;
-use ft_engine::model::modules::Module;
 use ft_engine::model::units::partition;
 use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
@@ -229,8 +228,7 @@ pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
 
 /// Refuses DoRA where ranks cut matrices: its norms are of whole rows.
 fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
-    let dora = |(_, choice): &(Module, Choice)| matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-    match selection.modules.iter().find(|m| dora(m)) {
+    match selection.loras().find(|(_, spec)| spec.dora) {
         Some((m, _)) if recipe.parallel.tensor > 1 => Err(Error::Ignored(format!(
             "{}: not built yet: parallel.tensor with DoRA, as of {}\n  hint: lora.dora = false, or parallel.tensor = 1",
             recipe.place("parallel.tensor"),

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::memory::Settings;
-use crate::plan::select;
+use crate::resolve::selection_without_weights;
 use crate::search::Prepared;
 use ft_engine::adapters::Selection;
 use ft_engine::model::layer::Level;
@@ -95,7 +95,7 @@ impl Sweep {
     fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
         let recipe = recipe(source, rules, set)?;
         let found = source::find(&recipe)?;
-        let selection = select(&recipe, &found.config)?;
+        let selection = selection_without_weights(&recipe, &found.config)?;
         Ok(Self { recipe, found, selection, cuda, host: None })
     }
 

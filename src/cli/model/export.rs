@@ -9,7 +9,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
-use ft_engine::adapters::{self, Adapter, Choice, Selection};
+use ft_engine::adapters::{self, Adapter, Selection};
 use ft_engine::export::{Export, Target, read_fused};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -132,11 +132,10 @@ fn distance(
 
 /// Prints differences between training and the target program.
 fn notes(target: Target, to: &str, config: &Config, selection: &Selection) {
-    if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
+    if selection.loras().any(|(_, spec)| spec.dropout > 0.0) {
         tell(&format!("its lora_dropout is 0: {to} takes no other, and it matters in training only"));
     }
-    let routers =
-        selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
+    let routers = selection.loras().any(|(m, _)| m.group == Group::Router);
     if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
         warn(
             "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are \

@@ -3,7 +3,7 @@
 use crate::cli::console::print;
 use crate::infer::{Source, usage};
 use crate::report::{CARD, card, is_hub_id, is_untouched, json_of, text_of};
-use crate::train::output::{is_of_adapter, is_of_model};
+use crate::train::layout::{is_of_adapter, is_of_model};
 use ft_base::store;
 use ft_base::terminal::{tell, warn};
 use ft_hub::{Push, Settings};

@@ -2,7 +2,7 @@
 
 use crate::cli::args::RecipeArgs;
 use crate::infer::usage;
-use crate::train::{Job, step};
+use crate::train::Job;
 use ft_base::terminal::Escaped;
 use ft_data::Micro;
 use ft_engine::model::Batch;
@@ -50,7 +50,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         let chunk: Vec<usize> = (at..(at + micro).min(count)).collect();
         let m = Micro::collate(&data, &chunk)?;
         if !m.ids.is_empty() {
-            let batch = Batch::new(&job.config, step::host(&m), (0, 0), None, &job.device)?;
+            let batch = Batch::new(&job.config, (&m).into(), (0, 0), None, &job.device)?;
             let mut walk = Walk::new(&decoder, None, 0);
             walk.hidden(&batch)?;
             load.add(&walk.routing().read()?);

@@ -1,11 +1,11 @@
 //! Cross-entropy over the classes, from the scores of documents.
 
 use super::confusion::Confusion;
+use crate::train::eval::Evaluation;
 use crate::train::preference::{Scorer, Tally, samples_of};
 use crate::train::step::Stop;
 use ft_data::{Dataset, Micro};
 use ft_recipe::{Recipe, ScoreTargets};
-use serde_json::{Map, Value};
 
 /// Classes as the task of a run.
 #[derive(Clone, Copy, Debug)]
@@ -71,13 +71,13 @@ impl<'a> Classes<'a> {
         out
     }
 
-    /// Loss, targets and metrics of a dataset.
+    /// Loss and metrics of a dataset.
     pub fn evaluate(
         &self,
         scorer: &Scorer<'_>,
         data: &Dataset,
         stop: Stop<'_>,
-    ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
+    ) -> ft_base::Result<Evaluation> {
         let samples = samples_of(data, 0..data.rows.len())?;
         let words = |m: &Micro, scores: Vec<f64>| -> Vec<u64> {
             let of = |d: Document<'_>| {
@@ -92,6 +92,7 @@ impl<'a> Classes<'a> {
             tally.classified(f64::from_bits(*loss), f64::from_bits(*weight), predicted == class);
             confusion.add(*class as usize, *predicted as usize);
         }
-        Ok((tally.class_loss(), samples.len(), confusion.metrics(self.names)))
+        let (loss, metrics) = (tally.class_loss(), confusion.metrics(self.names));
+        Ok(Evaluation { loss, targets: samples.len(), metrics })
     }
 }

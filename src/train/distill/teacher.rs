@@ -2,7 +2,6 @@
 
 use crate::train::Error;
 use crate::train::job::Job;
-use crate::train::step::host;
 use candle_core::Device;
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::rows_bar;
@@ -145,7 +144,7 @@ impl Pass<'_> {
     fn rows(&self, data: &Dataset, samples: &[u32], to: &mut TeacherRows) -> ft_base::Result<usize> {
         let TeacherModel { decoder, device, .. } = self.teacher;
         let m = Micro::of_samples(data, samples)?;
-        let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
+        let batch = Batch::new(&decoder.config, (&m).into(), (0, 0), None, device)?;
         let top = Walk::new(decoder, None, 0).top(&batch, (self.k, self.job.config.vocab))?;
         let mut left = &top[..];
         for sample in samples {

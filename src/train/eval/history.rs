@@ -1,10 +1,19 @@
-//! Best evaluation of a run, and patience for early stopping.
+//! Results of evaluations: the best one of a run, and patience for early stopping.
 
-use super::Evaluation;
 use ft_base::store::Checkpoints;
 use ft_base::terminal::warn;
 use ft_recipe::Best;
-use serde_json::Value;
+use serde_json::{Map, Value};
+
+/// Result of an evaluation.
+#[derive(Clone, Debug, Default)]
+pub struct Evaluation {
+    /// Mean loss over the targets, by weight; over the pairs, rated completions or classified documents.
+    pub loss: f64,
+    pub targets: usize,
+    /// Further metrics, by name.
+    pub metrics: Map<String, Value>,
+}
 
 /// History of evaluation losses, or accuracies.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,14 +1,13 @@
 //! Evaluation loss, and logits of a micro-batch.
 
+use super::history::Evaluation;
 use crate::train::Error;
 use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer, reference_model};
 use crate::train::step::command::{self, Command, Probed};
-use crate::train::step::{
-    Gather, LocalMicroBatch, Ranks, Stop, TrainContext, TrainedModel, check_stop, host,
-};
+use crate::train::step::{Gather, LocalMicroBatch, Ranks, Stop, TrainContext, TrainedModel, check_stop};
 use candle_core::{DType, Device};
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
@@ -18,20 +17,9 @@ use ft_engine::walk::{Execution, Hooks, NoHooks, Walk};
 use ft_kernels::tensor::Real;
 use ft_kernels::{Tensor, loss};
 use ft_recipe::Part;
-use serde_json::{Map, Value};
 
 /// Number of evaluation micro-batches per rank between reductions of the loss.
 const REDUCE_EVERY: usize = 1 << 12;
-
-/// Result of an evaluation.
-#[derive(Clone, Debug, Default)]
-pub struct Evaluation {
-    /// Mean loss over the targets, by weight; over the pairs, rated completions or classified documents.
-    pub loss: f64,
-    pub targets: usize,
-    /// Further metrics, by name.
-    pub metrics: Map<String, Value>,
-}
 
 /// As `evaluate`, of a model loaded for inference, on one rank. Computes the reference first, if the task has one.
 pub fn evaluate_loaded(
@@ -68,8 +56,7 @@ pub fn evaluate(
     stop: Stop<'_>,
 ) -> ft_base::Result<Evaluation> {
     if let Some(objective) = objective {
-        let (loss, targets, metrics) = objective.evaluate(scorer, data, stop)?;
-        return Ok(Evaluation { loss, targets, metrics });
+        return objective.evaluate(scorer, data, stop);
     }
     let Scorer { decoder, ranks, hooks, execution, device, distillation } = *scorer;
     let (comm, context) = (ranks.comm, ranks.row_groups());
@@ -135,7 +122,7 @@ fn add_losses(comm: &dyn Comm, sums: &mut Vec<[u64; 2]>, sum: [f64; 2]) -> ft_ba
 
 /// Computes the logits `[t, v]` of all tokens in a micro-batch.
 pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) -> ft_base::Result<Real> {
-    let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
+    let batch = Batch::new(&decoder.config, m.into(), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).hooks(around).logits(&batch)?.real()?.clone())
 }
 

@@ -7,5 +7,5 @@ mod loss;
 
 pub use divergence::DivergenceCheck;
 pub use generation::{Answer, add_to, check_tokenizer, score, scores_line};
-pub use history::EvalHistory;
-pub use loss::{Evaluation, evaluate, evaluate_loaded, logits_of_all, probe, probe_of};
+pub use history::{EvalHistory, Evaluation};
+pub use loss::{evaluate, evaluate_loaded, logits_of_all, probe, probe_of};

@@ -1,39 +1,23 @@
 //! The built-in small model in 4 bits, end to end, and the cache.
 
 use super::*;
+use crate::train::tests::{ROOT, events, quickstart};
 use crate::train::{self, Options, Outcome};
 use anyhow::{Context as _, Result};
 use ft_engine::load::quantize;
 use ft_recipe::Recipe;
 use std::path::PathBuf;
 
-const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-
 /// Trains the quickstart for a few steps. Returns the losses and the run folder.
 fn run(dir: &Path, name: &str, kind: &str, set: &[&str]) -> Result<(Vec<f64>, PathBuf)> {
-    let out = dir.join(name);
-    let mut all: Vec<String> = ["run.steps=4", "run.device=cpu", "optimizer.warmup_steps=0"]
-        .iter()
-        .chain(set)
-        .map(|s| s.to_string())
-        .collect();
-    all.push(format!("model.quantize={kind}"));
-    all.push(format!("run.output={}", out.display()));
-    all.push(format!("model.source={ROOT}/data/model"));
-    all.push(format!("data.train.0.source={ROOT}/data/quickstart/train.jsonl"));
-    all.push("data.eval=[]".into());
-    all.push("run.eval_every=0".into());
-    let recipe = Recipe::load(Path::new(&format!("{ROOT}/recipes/quickstart.toml")), &all)?;
+    let (out, kind) = (dir.join(name), format!("model.quantize={kind}"));
+    let own = ["run.steps=4", "optimizer.warmup_steps=0", kind.as_str()];
+    let recipe = quickstart(&out, &[&own[..], set].concat())?;
     let Outcome::Done { result } = train::run(recipe, &Options::default())? else {
         anyhow::bail!("not done")
     };
     assert!(result.join("adapter_model.safetensors").is_file());
-    let text = std::fs::read_to_string(out.join("metrics.jsonl"))?;
-    let losses = text
-        .lines()
-        .map(serde_json::from_str::<Value>)
-        .filter_map(|l| l.ok().filter(|l| l["event"] == "step").and_then(|l| l["loss"].as_f64()))
-        .collect();
+    let losses = events(&out, "step")?.iter().filter_map(|e| e["loss"].as_f64()).collect();
     Ok((losses, out))
 }
 

@@ -75,9 +75,8 @@ impl<'a> Merge<'a> {
         adapter.check_against(selection, &trained)?;
         adapter.check_base(files, config)?;
         let table = format!("{}.weight", config.embedding_name());
-        let is_lora = |c: &Choice| matches!(c, Choice::Lora { .. });
         let is_end = |m: &Module| matches!(m.group, Group::Head | Group::Embedding);
-        let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
+        let unties = config.tied && selection.loras().any(|(m, _)| is_end(m));
         let trained = trained.into_iter().map(|t| ((t.module.clone(), t.part), t)).collect();
         let (order, sources, cost) = (Vec::new(), HashMap::new(), RefCell::default());
         let mut merge = Self {

@@ -7,7 +7,6 @@ mod logits;
 mod read_back;
 mod write;
 
-pub use super::layout::{RESULTS, is_of_adapter, is_of_model};
 pub use collect::give;
 pub use export::of_checkpoint;
 pub use logits::logits_apart;

@@ -4,6 +4,7 @@ use super::loss::{LogProb, PreferenceObjective};
 use super::reference::ReferenceScores;
 use super::sequences::{DocumentScore, Scorer, by_document, crossed, samples_of};
 use super::tally::Tally;
+use crate::train::eval::Evaluation;
 use crate::train::step::Stop;
 use ft_data::{Content, Dataset, Micro};
 use ft_recipe::{Part, PreferenceLoss, Recipe, Task};
@@ -125,7 +126,7 @@ impl Preferences {
         data: &Dataset,
         part: Part,
         stop: Stop<'_>,
-    ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
+    ) -> ft_base::Result<Evaluation> {
         let samples = samples_of(data, 0..data.rows.len())?;
         let group = self.kl(scorer, data, (part, 0), &samples, stop)?;
         let scores = scorer.scores(&samples, &|chunk| Micro::of_samples(data, chunk), stop, &|_| ())?;
@@ -136,6 +137,6 @@ impl Preferences {
         let mut tally = Tally::default();
         self.add(&contents, &scores, group, &mut tally);
         let targets = scores.iter().map(|(_, n)| n).sum();
-        Ok((self.loss(&tally), targets, self.metrics(&tally, group)))
+        Ok(Evaluation { loss: self.loss(&tally), targets, metrics: self.metrics(&tally, group) })
     }
 }

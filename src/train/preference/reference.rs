@@ -279,14 +279,8 @@ fn read(path: &std::path::Path) -> Option<ReferenceScores> {
 /// Writes the cache, best effort.
 fn keep(path: &std::path::Path, scores: &ReferenceScores) {
     let kept = Kept { hash: hash(scores), scores: scores.clone() };
-    let folder = store::folder_of(path);
-    let written = std::fs::create_dir_all(folder)
-        .map_err(|e| store::Error::write("make the folder", folder, e))
-        .and_then(|()| {
-            store::write_atomic(path, serde_json::to_string(&kept).unwrap_or_default().as_bytes())
-        });
-    match written {
-        Ok(()) => store::sweep_oldest(folder, KEPT),
+    match store::write_atomic(path, serde_json::to_string(&kept).unwrap_or_default().as_bytes()) {
+        Ok(()) => store::sweep_oldest(store::folder_of(path), KEPT),
         Err(e) => warn(&format!("the log-probabilities of the reference are not kept: {e}")),
     }
 }

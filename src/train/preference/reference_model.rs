@@ -3,7 +3,7 @@
 use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::job::hash::{adapter_hash, model_hash};
-use crate::train::output::RESULTS;
+use crate::train::layout::RESULTS;
 use ft_engine::adapters::{Adapter, TrainedPart};
 use ft_hub::Want;
 use ft_plan::InferenceMemory;

@@ -2,10 +2,9 @@
 
 use crate::train::Error;
 use crate::train::job::Job;
-use ft_engine::adapters::Choice;
 use ft_engine::model::modules::Module;
 use ft_kernels::cuda;
-use ft_recipe::Recipe;
+use ft_recipe::{LoraSpec, Recipe};
 
 /// Explains a mismatch of `parallel.comm` and the device, with a hint; `None` if they match.
 pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)> {
@@ -43,12 +42,10 @@ pub fn check(job: &Job) -> Result<(), Error> {
         Err(Error::at(&job.recipe, key, format!("{what}\n  hint: {hint}")))
     };
     check_comm(&job.recipe, cuda)?;
-    let drops = |(m, choice): &(Module, Choice)| {
-        m.expert.is_some() && matches!(choice, Choice::Lora { spec, .. } if spec.dropout > 0.0)
-    };
+    let drops = |(m, spec): (&Module, &LoraSpec)| m.expert.is_some() && spec.dropout > 0.0;
     let over = [("parallel.context", p.context), ("parallel.tensor", p.tensor)];
     let over = over.iter().find(|(_, ranks)| *ranks > 1).filter(|_| cuda);
-    if let Some((key, _)) = over.filter(|_| job.selection.modules.iter().any(drops)) {
+    if let Some((key, _)) = over.filter(|_| job.selection.loras().any(drops)) {
         let what = "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row";
         return fail(key, what.into(), &format!("{key}=1, or lora.dropout=0"));
     }

@@ -9,7 +9,7 @@ use super::sums::{Collected, Sums};
 use super::turn::{LocalMicroBatch, Stop, check_stop};
 use crate::train::Error;
 use crate::train::distill;
-use crate::train::objective::{Objective, StepObjective};
+use crate::train::objective::Objective;
 use crate::train::preference::{Tally, samples_of};
 use candle_core::Device;
 use ft_base::memory::place;
@@ -107,18 +107,15 @@ impl TrainContext<'_> {
         &self,
         input: &StepInput<'_>,
         stop: Stop<'_>,
-    ) -> ft_base::Result<Option<StepObjective<'_>>> {
-        let preferences = match self.objective(Part::Train) {
-            None => return Ok(None),
-            Some(Objective::Classes(classes)) => return Ok(Some(StepObjective::Classes(classes))),
-            Some(Objective::Preferences(preferences, _)) => preferences,
-        };
-        let gather = Gather::new(&self.model.decoder, &self.model.params, self.comm);
-        let samples = samples_of(input.data, input.rows.iter().copied())?;
-        let first = input.step as usize * self.job.recipe.run.batch_rows;
-        let place = (Part::Train, first);
-        let group = preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop)?;
-        Ok(Some(StepObjective::Preferences(preferences, group)))
+    ) -> ft_base::Result<Option<Objective<'_>>> {
+        let mut objective = self.objective(Part::Train);
+        if let Some(Objective::Preferences(preferences, group)) = &mut objective {
+            let gather = Gather::new(&self.model.decoder, &self.model.params, self.comm);
+            let samples = samples_of(input.data, input.rows.iter().copied())?;
+            let place = (group.part, input.step as usize * self.job.recipe.run.batch_rows);
+            *group = preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop)?;
+        }
+        Ok(objective)
     }
 
     /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
@@ -175,12 +172,10 @@ impl TrainContext<'_> {
         let (context, mut unsaid) = (ranks.row_groups(), Tally::default());
         for turn in batches.all.chunks(ranks.data_parallel_size()) {
             check_stop(self.comm, stop)?;
-            let mut own = None;
-            if let Some((rows, first)) = turn.get(ranks.data_parallel_rank()) {
-                let whole = Micro::collate(input.data, rows)?;
-                own = Some((LocalMicroBatch::new(whole, context.as_ref()), *first));
-            }
-            if let Some((own, first)) = own.filter(|(own, _)| !own.is_empty()) {
+            // Without a micro-batch for this rank, an empty one.
+            let (rows, first) = turn.get(ranks.data_parallel_rank()).copied().unwrap_or_default();
+            let own = LocalMicroBatch::new(Micro::collate(input.data, rows)?, context.as_ref());
+            if !own.is_empty() {
                 let random = (first, Some((seed, input.step)));
                 let batch = own.batch(&decoder.config, random, self.distillation(), self.device())?;
                 let sums = if ranks.reports_loss() { &mut got.tally } else { &mut unsaid };
@@ -219,12 +214,12 @@ pub(super) struct Passes<'a, 's> {
     pub batches: &'a MicroBatches<'a>,
     pub accum: &'a GradAccumulator<'s>,
     pub reduce: &'a Reduce<'s>,
-    pub objective: Option<StepObjective<'a>>,
+    pub objective: Option<Objective<'a>>,
 }
 
 /// Weights of the targets of a rank from their losses, by the losses of the whole micro-batch.
 pub(super) fn weigh(
-    objective: StepObjective<'_>,
+    objective: Objective<'_>,
     own: &LocalMicroBatch<'_>,
     losses: &[Tensor],
     tally: &mut Tally,

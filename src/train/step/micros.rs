@@ -1,6 +1,6 @@
 //! Micro-batches of a step.
 
-use crate::train::objective::StepObjective;
+use crate::train::objective::Objective;
 use ft_data::{Dataset, Size};
 use serde_json::{Map, Value, json};
 
@@ -31,7 +31,7 @@ impl<'a> MicroBatches<'a> {
     }
 
     /// Factor on the sum of losses: of targets by weight, or of samples.
-    pub fn scale(&self, objective: Option<StepObjective<'_>>) -> f64 {
+    pub fn scale(&self, objective: Option<Objective<'_>>) -> f64 {
         let by_samples = objective.is_some_and(|o| o.is_by_samples());
         let all = if by_samples { self.size.samples as f64 } else { self.size.weight };
         if all > 0.0 { 1.0 / all } else { 1.0 }

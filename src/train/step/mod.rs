@@ -18,4 +18,4 @@ pub use accumulate::small_device;
 pub use context::{StepInput, StepOutput, TrainContext, TrainedModel};
 pub use gather::Gather;
 pub use loss_scale::LossScale;
-pub use turn::{LocalMicroBatch, Ranks, Stop, check_stop, host};
+pub use turn::{LocalMicroBatch, Ranks, Stop, check_stop};

@@ -12,17 +12,6 @@ use ft_engine::ranks::{Axis, CollectiveId, Comm, Group, Mesh};
 use ft_recipe::Parallel;
 use std::sync::Arc;
 
-/// Converts a micro-batch of a dataset to the input of the model.
-pub fn host(m: &Micro) -> HostBatch<'_> {
-    HostBatch {
-        ids: &m.ids,
-        positions: &m.positions,
-        docs: &m.docs,
-        targets: &m.targets,
-        weights: &m.weights,
-    }
-}
-
 /// All ranks of a run, on their mesh.
 #[derive(Clone, Copy)]
 pub struct Ranks<'a> {
@@ -182,7 +171,7 @@ impl<'a> Part<'a> {
             .as_ref()
             .map(|context_parallel| (context_parallel, whole.part(context_parallel.own())));
         let m = part.as_ref().map_or(whole, |(_, part)| &part.micro);
-        let (n, untargeted) = (m.ids.len(), HostBatch { targets: &[], weights: &[], ..host(m) });
+        let (n, untargeted) = (m.ids.len(), HostBatch { targets: &[], weights: &[], ..m.into() });
         let all = match &part {
             None => input(untargeted)?,
             Some((context_parallel, part)) => {
@@ -241,7 +230,7 @@ impl<'a> LocalMicroBatch<'a> {
         };
         let (m, own) = (self.micro(), [self.micro().ids.len()]);
         let docs = if self.part.is_some() { &own[..] } else { &m.docs };
-        let batch = distill::with_teacher(input(HostBatch { docs, ..host(m) })?, m, by, device)?;
+        let batch = distill::with_teacher(input(HostBatch { docs, ..m.into() })?, m, by, device)?;
         let Some(part) = &self.part else { return Ok(batch) };
         let (tokens, targets) = (part.own.tokens.clone(), part.own.targets.clone());
         let batch = match (part.sequence_parallel(&self.whole, input)?, &part.context_parallel) {

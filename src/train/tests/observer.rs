@@ -1,6 +1,7 @@
 //! An observer of a run.
 
-use super::out_of_memory::{events, recipe};
+use super::events;
+use super::out_of_memory::recipe;
 use crate::log::{Event, Observer};
 use crate::train::{Options, Outcome, run};
 use anyhow::{Context as _, Result};

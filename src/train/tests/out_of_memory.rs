@@ -1,5 +1,6 @@
 //! Out-of-memory recovery, tested on the CPU with simulated failures.
 
+use super::{events, quickstart};
 use crate::train::step::small_device::SMALL;
 use crate::train::{Options, run};
 use anyhow::{Context as _, Result};
@@ -8,24 +9,10 @@ use ft_recipe::Recipe;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-
 /// The quickstart with five steps, in the folder `out`.
 pub(super) fn recipe(out: &Path, set: &[&str]) -> ft_base::Result<Recipe> {
-    let mut all = vec![
-        "run.steps=5".to_string(),
-        "run.device=cpu".into(),
-        "memory.budget=4GiB".into(),
-        format!("run.output={}", out.display()),
-        format!("model.source={ROOT}/data/model"),
-        format!("data.train.0.source={ROOT}/data/quickstart/train.jsonl"),
-        "data.eval=[]".into(),
-        "run.eval_every=0".into(),
-        "log.samples=[\"hi\"]".into(),
-        "run.eval_at_start=false".into(),
-    ];
-    all.extend(set.iter().map(|s| s.to_string()));
-    Ok(Recipe::load(Path::new(&format!("{ROOT}/recipes/quickstart.toml")), &all)?)
+    let own = ["run.steps=5", "memory.budget=4GiB", "log.samples=[\"hi\"]", "run.eval_at_start=false"];
+    quickstart(out, &[&own[..], set].concat())
 }
 
 /// Trains the quickstart model for five steps in `dir/name`.
@@ -37,12 +24,6 @@ pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, ft_base::
 
 pub(super) fn adapter(run: &Path) -> Result<Vec<u8>> {
     Ok(std::fs::read(run.join("adapter/adapter_model.safetensors"))?)
-}
-
-pub(super) fn events(run: &Path, kind: &str) -> Result<Vec<Value>> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl"))?;
-    let all: Vec<Value> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-    Ok(all.into_iter().filter(|e| e["event"] == kind).collect())
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! Lost ranks, and the order of operations of a rank.
 
-use super::out_of_memory::{events, recipe, train};
+use super::events;
+use super::out_of_memory::{recipe, train};
 use crate::train::ranks::broken::{BREAKS, Breaks};
 use crate::train::step::Gather;
-use crate::train::{Job, ranks, step};
+use crate::train::{Job, ranks};
 use anyhow::{Context as _, Result};
 use ft_base::error::ExitCode;
 use ft_data::Micro;
@@ -146,7 +147,7 @@ impl Hooks for Traced<'_, Gather<'_>> {
 /// Trains on a micro-batch, then evaluates it.
 fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Hooks) -> ft_base::Result<()> {
     let m = Micro::collate(&job.train_data()?, &[0])?;
-    let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
+    let batch = Batch::new(&decoder.config, (&m).into(), (0, 0), None, &job.device)?;
     let lens = params.lens();
     let accum = GradAccumulator::live((&lens, &params.slots), &job.device);
     Walk::new(decoder, params.lowest_unit(), 1).hooks(around).train(&batch, 1.0, &accum)?;

@@ -4,7 +4,7 @@ use ft_base::rng::Stream;
 
 /// Longest permutation held in memory; entries of a longer one are computed on access.
 pub(super) const MAX_IN_MEMORY: usize = 1 << 20;
-/// Feistel of a computed permutation. Four suffice to look random; the rest is cheap.
+/// Rounds of the Feistel network of a computed permutation. Four suffice to look random; the rest is cheap.
 const ROUNDS: usize = 8;
 
 /// A random permutation of `0..n`.

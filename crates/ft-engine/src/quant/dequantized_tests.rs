@@ -3,7 +3,7 @@
 use super::{CodeTables, Encoded};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::check::randn;
+use ft_kernels::check::{on, randn};
 use ft_kernels::dequantized::Dequantized;
 use std::sync::Arc;
 
@@ -12,8 +12,7 @@ use std::sync::Arc;
 fn products_have_the_bits_of_those_that_decode() -> Result<()> {
     let d = &Device::Cpu;
     for threads in [1, 2, 5] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        pool.install(|| -> Result<()> {
+        on(threads, || -> Result<()> {
             for (rows, cols) in [(64, 64), (192, 64), (300, 640), (640, 1100), (70, 2112)] {
                 for (dtype, t) in [(DType::F32, 1), (DType::F32, 7), (DType::F32, 130), (DType::BF16, 65)] {
                     let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;

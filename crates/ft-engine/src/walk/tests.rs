@@ -20,7 +20,7 @@ use candle_core::{DType, Device};
 use ft_base::memory::place::Phase;
 use ft_data::Micro;
 use ft_kernels::Tensor;
-use ft_kernels::check::{distance, values};
+use ft_kernels::check::{distance, on, values};
 use ft_kernels::loss;
 use ft_recipe::LoraSpec;
 use serde_json::Map;
@@ -57,20 +57,26 @@ fn fixtures() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures"))
 }
 
-/// All cases.
-fn cases() -> Result<Vec<Case>> {
+/// Folders of all cases.
+fn folders() -> Result<Vec<PathBuf>> {
     let mut dirs = Vec::new();
     for folder in ["reference", "families"] {
         let root = fixtures().join(folder);
         dirs.extend(std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<Vec<_>>>()?);
     }
     dirs.sort();
-    dirs.into_iter().map(|dir| Case::of(&dir, &dir.join("model"))).collect()
+    Ok(dirs)
+}
+
+/// All cases.
+fn cases() -> Result<Vec<Case>> {
+    folders()?.iter().map(|dir| Case::of(dir, &dir.join("model"))).collect()
 }
 
 /// The case of a name.
 fn case(name: &str) -> Result<Case> {
-    cases()?.into_iter().find(|c| c.name() == name).context("a case")
+    let dir = folders()?.into_iter().find(|dir| dir.ends_with(name)).context("a case")?;
+    Case::of(&dir, &dir.join("model"))
 }
 
 impl Case {
@@ -153,10 +159,6 @@ struct Rows {
     real: Vec<u32>,
 }
 
-fn host(m: &Micro) -> HostBatch<'_> {
-    HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets, weights: &[] }
-}
-
 impl Rows {
     fn padded(case: &Case) -> Result<Self> {
         let b = case.open("batches.safetensors")?;
@@ -225,7 +227,7 @@ impl Rows {
 
     /// With the dropout of a seed and a step.
     fn batch_at(&self, config: &Config, random: Option<(u64, u64)>) -> Result<Batch<'static>> {
-        Ok(Batch::new(config, host(&self.micro), (0, 0), random, CPU)?)
+        Ok(Batch::new(config, (&self.micro).into(), (0, 0), random, CPU)?)
     }
 
     /// Selects the logits of real tokens from expected logits `[1.., rows, width, v]`.
@@ -499,8 +501,7 @@ fn recomputing_changes_no_bit() -> Result<()> {
         assert!(none == run(1)? && none == run(usize::MAX)?, "{}", c.name());
         // the number of threads has no effect either, though it decides whether experts run concurrently
         for threads in [1, 2, 3] {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
-            assert!(pool.install(|| run(0))? == none, "{}: {threads} threads", c.name());
+            assert!(on(threads, || run(0))? == none, "{}: {threads} threads", c.name());
         }
     }
     Ok(())

@@ -121,33 +121,29 @@ pub trait Hooks {
         Ok(())
     }
 
-    /// Called before a visit; `next` is the visit after it.
+    /// Called before a visit, with the visit after it.
     ///
     /// # Errors
     /// A lost rank; errors of the device.
-    fn pre_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
+    fn pre_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+        Ok(())
+    }
 
     /// Called after a visit. In the backward pass the gradients of this unit and of all units above are then
     /// complete, except for unit 0, which is complete after its own visit.
     ///
     /// # Errors
     /// See [`Hooks::pre_visit`].
-    fn post_visit(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
+    fn post_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
+        Ok(())
+    }
 }
 
 /// Hooks that do nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct NoHooks;
 
-impl Hooks for NoHooks {
-    fn pre_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
-        Ok(())
-    }
-
-    fn post_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
-        Ok(())
-    }
-}
+impl Hooks for NoHooks {}
 
 /// An iteration over the visits of a pass.
 pub struct Visits<'a> {

@@ -7,7 +7,7 @@ use super::budget::local;
 use super::capacity::Capacity;
 use super::files::{Disk, FileGroup};
 use super::parts::{NamedBytes, sum};
-use crate::memory::{nf4, optimizer_bytes, rounded, with_weights};
+use crate::memory::{nf4, optimizer_bytes, rounded};
 use crate::units::bytes;
 use crate::workload::{Workload, reference_bytes};
 use ft_base::memory;
@@ -129,7 +129,7 @@ impl HostPlan {
         let of = |n: u64, four_bit: bool| if four_bit { nf4(n) } else { config.stored_width() * n };
         let all = |four_bit: bool| -> u64 {
             let mut bytes = 0;
-            for (m, _) in with_weights(s) {
+            for (m, _) in s.with_weights() {
                 let n = m.weight_values() as u64;
                 bytes += match m.is_mxfp4() {
                     true => n / 2 + n / MXFP4_BLOCK as u64,

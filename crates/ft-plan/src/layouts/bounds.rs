@@ -2,7 +2,6 @@
 
 use super::layout::Layout;
 use super::predict::Rates;
-use crate::memory::with_weights;
 use crate::time::actions::{Kind, Transfer};
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::params::build::ghost::is_quantized;
@@ -33,7 +32,7 @@ pub(super) struct Bounds {
 impl Sums {
     pub fn of(recipe: &Recipe, selection: &Selection, m: Machine) -> Self {
         let mut sums = Self::default();
-        for (module, choice) in with_weights(selection) {
+        for (module, choice) in selection.with_weights() {
             if !matches!(choice, Choice::Full { .. }) {
                 let four_bit = is_quantized(module, choice, recipe.model.quantize);
                 let width = if four_bit { 0.5 } else { m.width.min(m.stored) as f64 };

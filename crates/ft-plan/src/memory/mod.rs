@@ -13,7 +13,7 @@ mod work_tests;
 pub use component::{Allocation, Bytes, Component, Peak, Phase};
 pub use ghost_model::GhostModel;
 pub use simulation::{Settings, Simulation};
-pub use states::{Flow, ModelStates, nf4, optimizer_bytes, rounded, with_weights};
+pub use states::{Flow, ModelStates, nf4, optimizer_bytes, rounded};
 #[cfg(test)]
 pub use theory::NF4_BITS;
 pub use theory::Theory;

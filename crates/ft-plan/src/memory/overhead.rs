@@ -17,7 +17,7 @@ pub const PROCESS: u64 = 128 << 20;
 /// newer drivers load kernels lazily and stay below.
 pub const CUDA_HOST: u64 = 1792 << 20;
 
-/// Freed blocks kept for reuse on the CPU, as a fraction 1/40 of engine bytes (`log/pool.rs`).
+/// Freed blocks kept for reuse on the CPU, as a fraction 1/40 of engine bytes (`memory/pool.rs` of `ft-base`).
 const KEPT_PART: u64 = 40;
 
 /// Small blocks, their gaps, and lazily loaded code on the CPU: a constant, plus a fraction 1/64 of

@@ -5,7 +5,7 @@
 //! gradients, then weights. A frozen parameter takes 2 bytes, or 4.127 bits in NF4 with double
 //! quantization (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
-use super::states::{optimizer_bytes, with_weights};
+use super::states::optimizer_bytes;
 use ft_engine::adapters::{Choice, Selection, TrainedPart};
 use ft_engine::model::modules::{Group, Kind};
 use ft_engine::params::build::ghost::is_quantized;
@@ -41,7 +41,7 @@ impl Theory {
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);
         let full = |c: &Choice| matches!(c, Choice::Full { .. });
         let (mut plain, mut bits) = (0u64, 0f64);
-        for (m, c) in with_weights(s) {
+        for (m, c) in s.with_weights() {
             if full(c) || (s.tied && m.group == Group::Embedding && head.as_ref().is_some_and(full)) {
                 continue;
             }

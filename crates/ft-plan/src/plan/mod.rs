@@ -6,8 +6,6 @@ mod make;
 mod plan;
 mod recipe;
 
-#[cfg(test)]
-pub(crate) use crate::resolve::selection_without_weights as select;
 pub use make::allocations;
 pub use plan::{Hint, Pipelined, Plan};
 pub(crate) use recipe::Model;

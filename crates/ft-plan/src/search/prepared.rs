@@ -2,9 +2,7 @@
 
 use crate::error::Error;
 use crate::host::sum;
-use crate::memory::{
-    Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs, with_weights,
-};
+use crate::memory::{Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
 use crate::time::CostModel;
 use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
@@ -86,7 +84,7 @@ impl<'a> Prepared<'a> {
     fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<StageModel> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
-        let parameters = with_weights(inputs.selection).map(values).sum();
+        let parameters = inputs.selection.with_weights().map(values).sum();
         let units = partition(inputs.config, p.pipeline, &p.stages).and_then(|all| all.get(stage).copied());
         let Some(units) = units else {
             return Err(Error::Ignored(format!("there is no stage {stage} of the layers")).into());

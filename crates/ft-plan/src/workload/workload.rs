@@ -226,7 +226,7 @@ impl Workload {
         self.epoch.map(|e| e.resident)
     }
 
-    /// Bytes of the shuffled row orders; two epochs are held at a time (`data/batches.rs`).
+    /// Bytes of the shuffled row orders; two epochs are held at a time (`rows/batches.rs` of `ft-data`).
     pub fn orders(&self, r: &Recipe) -> u64 {
         let (Some(epoch), true) = (self.epoch, r.data.shuffle) else { return 0 };
         let all = self.steps.unwrap_or(0).saturating_mul(r.run.batch_rows as u64);

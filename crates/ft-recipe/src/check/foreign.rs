@@ -57,7 +57,7 @@ fn read() -> Result<Table, toml::de::Error> {
     for (instead, letters, name) in each(&none) {
         keys.insert(name.clone(), Foreign { none: Some(instead.clone()), ..of(letters) });
     }
-    Ok(Table { keys, idle, none, values })
+    Ok(Table { keys, values, ..Table::default() })
 }
 
 impl Foreign {

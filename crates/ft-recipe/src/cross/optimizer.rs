@@ -40,9 +40,8 @@ impl Cross<'_, '_> {
         }
         let (run, ranks) = (&recipe.run, recipe.parallel.data);
         if run.clip != 0.0 {
-            let message = "a layer that is updated in its backward pass cannot be clipped by the norm of \
-            all gradients, \
-                           which is known after the last layer";
+            let message = "a layer that is updated in its backward pass cannot be clipped by the norm of all \
+                           gradients, which is known after the last layer";
             self.report(KEY, message.into(), "write run.clip = 0, or in_backward = false");
         }
         let one = run.batch_rows / ranks.max(1);

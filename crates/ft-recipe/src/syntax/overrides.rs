@@ -112,14 +112,21 @@ fn put(root: &mut Table, path: &str, at: &Span, node: Node) -> Result<(), String
 /// is an error.
 fn entry<'a>(table: &'a mut Table, parts: &[&str], depth: usize, at: &Span) -> Result<&'a mut Node, String> {
     let (key, next) = (parts[depth], parts.get(depth + 1));
-    let known = table.0.iter().position(|e| e.key == key);
-    if known.is_none() && next.is_some_and(|p| p.parse::<usize>().is_ok()) {
-        return Err(format!("the recipe has no {}", parts[..=depth].join(".")));
-    }
-    if known.is_none() || next.is_none() {
-        table.set(key, at.clone(), Node { value: Value::Table(Table::default()), at: at.clone() });
-    }
-    let i = known.unwrap_or(table.0.len() - 1);
+    let empty = || Node { value: Value::Table(Table::default()), at: at.clone() };
+    let i = match table.0.iter().position(|e| e.key == key) {
+        Some(i) if next.is_some() => i,
+        Some(i) => {
+            (table.0[i].key_at, table.0[i].node) = (at.clone(), empty());
+            i
+        }
+        None if next.is_some_and(|p| p.parse::<usize>().is_ok()) => {
+            return Err(format!("the recipe has no {}", parts[..=depth].join(".")));
+        }
+        None => {
+            table.0.push(Entry { key: key.to_string(), key_at: at.clone(), node: empty() });
+            table.0.len() - 1
+        }
+    };
     Ok(&mut table.0[i].node)
 }
 

@@ -41,14 +41,6 @@ impl Table {
         self.0.iter().find(|e| e.key == key).map(|e| &e.node)
     }
 
-    /// Inserts or replaces `key`.
-    pub fn set(&mut self, key: &str, key_at: Span, node: Node) {
-        match self.0.iter_mut().find(|e| e.key == key) {
-            Some(e) => (e.key_at, e.node) = (key_at, node),
-            None => self.0.push(Entry { key: key.to_string(), key_at, node }),
-        }
-    }
-
     /// The node at a dotted path. A number indexes a list.
     pub fn find(&self, path: &str) -> Option<&Node> {
         let mut parts = path.split('.');

@@ -146,6 +146,11 @@ impl Selection {
         out
     }
 
+    /// Modules with weights of their own: a tied head has none.
+    pub fn with_weights(&self) -> impl Iterator<Item = &(Module, Choice)> {
+        self.modules.iter().filter(|(m, _)| !(self.tied && m.group == Group::Head))
+    }
+
     /// Modules with LoRA.
     pub fn loras(&self) -> impl Iterator<Item = (&Module, &LoraSpec)> {
         self.modules.iter().filter_map(|(m, c)| match c {

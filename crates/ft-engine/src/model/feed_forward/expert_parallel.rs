@@ -9,9 +9,9 @@
 //! router and shared expert stay at the source. No row is dropped or padded. A rank without rows takes part:
 //! [`Mixture::idle_forward`].
 
-use super::grouped;
-use super::mlp;
-use super::types::{Mixture, OTHER};
+use super::mixture::gather;
+use super::mlp::Mlp;
+use super::types::{Mixture, OTHER, SavedExperts};
 use crate::model::linear::Linear;
 use crate::model::pass::batch::{Context, DropoutKey};
 use crate::model::pass::grad_accumulator::GradAccumulator;
@@ -60,20 +60,12 @@ pub struct LocalExperts {
     pub unit: usize,
 }
 
-/// Saved activations of the own experts, on rows of all ranks.
-#[derive(Debug)]
-enum LocalSaved {
-    /// No row has come.
-    Nothing,
-    Each(Vec<mlp::Saved>),
-    Grouped(Box<grouped::Saved>),
-}
-
 /// Saved activations, at the source and at the owner.
 #[derive(Debug)]
 pub struct Saved {
     exchange: Arc<RowExchange>,
-    local: LocalSaved,
+    /// Of the own experts, on rows of all ranks; `None` if no row has come.
+    local: Option<SavedExperts>,
     /// Outputs of this rank's rows `[n, d]`, sorted by expert, before the gates; `None` without rows.
     pub(super) out: Option<Tensor>,
 }
@@ -108,11 +100,7 @@ impl Saved {
 
     /// Drops the inputs of the own experts; [`Mixture::restore_rows`] restores them.
     pub fn drop_inputs(&mut self) {
-        match &mut self.local {
-            LocalSaved::Nothing => {}
-            LocalSaved::Each(saved) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
-            LocalSaved::Grouped(saved) => saved.x = None,
-        }
+        self.local.iter_mut().for_each(SavedExperts::drop_inputs);
     }
 }
 
@@ -204,7 +192,7 @@ impl Mixture {
         let first = draws.map_or(0, |d| d.first_row as u32);
         let place = |t: u32| ctx.rows.as_ref().and_then(|rows| rows.get(t as usize)).map_or(t, |row| *row);
         tokens.iter_mut().for_each(|t| *t = place(*t).wrapping_add(first));
-        let needs_input = self.experts.iter().any(mlp::Mlp::needs_input);
+        let needs_input = self.experts.iter().any(Mlp::needs_input);
         let mine = DispatchCounts { counts, tokens, needs_input };
         let comm = peers(ctx)?;
         let at = CollectiveId::unit("the counts of rows for experts", owned.unit);
@@ -223,22 +211,22 @@ impl Mixture {
         like: RowSpec<'_>,
     ) -> Result<Saved> {
         let received = self.transfer(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
-        let (local, out) = match (received, exchange.here.sorted()) {
-            (None, _) => (LocalSaved::Nothing, None),
-            (Some(received), Some(sorted)) => {
-                let rows = sorted.gather(&received)?;
-                drop(received);
+        let here = &exchange.here;
+        let rows = received.map(|rows| gather(here, &rows)).transpose()?;
+        let (local, out) = match (rows, here.sorted()) {
+            (None, _) => (None, None),
+            (Some(rows), Some(sorted)) => {
                 let mut saved = self.grouped_experts(like.1)?.forward(rows, ctx, sorted, true)?;
                 // The gradients of the gates are computed at the source.
                 let Some(out) = saved.out.take() else { candle_core::bail!("{OTHER}") };
-                (LocalSaved::Grouped(Box::new(saved)), Some(sorted.combine(&out, None, None)?))
+                let y = sorted.combine(&out, None, None)?;
+                (Some(SavedExperts::Grouped(Box::new(saved))), Some(y))
             }
-            (Some(received), None) => {
-                let rows = exchange.here.gather(&received)?;
-                drop(received);
+            (Some(rows), None) => {
                 let context = |run: &ExpertRows| self.context_of(ctx, &exchange, run);
-                let (out, saved) = self.each_forward(&exchange.here, &rows, context)?;
-                (LocalSaved::Each(saved), Some(exchange.here.combine(&out, None, like.1)?))
+                let (out, saved) = self.each_forward(here, &rows, context)?;
+                let y = here.combine(&out, None, like.1)?;
+                (Some(SavedExperts::PerExpert(saved, Vec::new())), Some(y))
             }
         };
         #[cfg(test)]
@@ -274,25 +262,23 @@ impl Mixture {
             _ => rows,
         };
         let received = self.transfer(rows, &exchange, (Direction::Dispatch, &[]), ctx, like)?;
-        let dx = match (local, received, exchange.here.sorted()) {
-            (LocalSaved::Nothing, None, _) => {
-                let slots = self.experts.iter().flat_map(mlp::Mlp::linears).flat_map(Linear::slots);
+        let here = &exchange.here;
+        let dout = received.map(|rows| gather(here, &rows)).transpose()?;
+        let dx = match (local, dout, here.sorted()) {
+            (None, None, _) => {
+                let slots = self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots);
                 slots.for_each(|slot| accum.touch(slot));
                 None
             }
-            (LocalSaved::Grouped(saved), Some(received), Some(sorted)) => {
-                let dout = sorted.gather(&received)?;
-                drop(received);
+            (Some(SavedExperts::Grouped(saved)), Some(dout), Some(sorted)) => {
                 let (dx, _) = self.grouped_backward(*saved, (dout, None), ctx, sorted, accum)?;
                 Some(sorted.combine(&dx, None, None)?)
             }
-            (LocalSaved::Each(saved), Some(received), None) => {
-                let dout = exchange.here.gather(&received)?;
-                drop(received);
+            (Some(SavedExperts::PerExpert(saved, _)), Some(dout), None) => {
                 let dout = |run: &ExpertRows| dout.narrow(0, run.start, run.rows);
                 let context = |run: &ExpertRows| self.context_of(ctx, &exchange, run);
-                let dx = self.each_backward((&exchange.here, saved), dout, context, like.2, accum)?;
-                Some(exchange.here.combine(&dx, None, like.1)?)
+                let dx = self.each_backward((here, saved), dout, context, like.2, accum)?;
+                Some(here.combine(&dx, None, like.1)?)
             }
             _ => candle_core::bail!("{OTHER}"),
         };
@@ -319,21 +305,13 @@ impl Mixture {
         if !needs.contains(&true) {
             return Ok(());
         }
-        let Some(received) = self.transfer(rows, &s.exchange, (Direction::Dispatch, needs), ctx, like)?
-        else {
-            return Ok(());
-        };
-        match (&mut s.local, s.exchange.here.sorted()) {
-            (LocalSaved::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(&received)?),
-            (LocalSaved::Each(saved), None) => {
-                let rows = s.exchange.here.gather(&received)?;
-                for (run, saved) in s.exchange.here.runs().iter().zip(saved) {
-                    self.experts[run.expert].restore(saved, &rows.narrow(0, run.start, run.rows)?);
-                }
-            }
-            _ => candle_core::bail!("{OTHER}"),
+        let received = self.transfer(rows, &s.exchange, (Direction::Dispatch, needs), ctx, like)?;
+        let here = &s.exchange.here;
+        match (&mut s.local, received) {
+            (_, None) => Ok(()),
+            (Some(local), Some(rows)) => self.restore_experts(local, here, gather(here, &rows)?, ctx),
+            (None, Some(_)) => candle_core::bail!("{OTHER}"),
         }
-        Ok(())
     }
 
     /// Context for the rows of one expert: dropout depends on the token of the step.

@@ -41,6 +41,14 @@ fn factors_of(factors: &Parameter, chosen: &Tensor) -> Result<Tensor> {
     upcast(&factors.value)?.index_select(&chosen.flatten_all()?, 0)?.reshape(chosen.shape())
 }
 
+/// Rows of `x` `[t, d]`, sorted by expert.
+pub(super) fn gather(groups: &Groups, x: &Tensor) -> Result<Tensor> {
+    match groups.sorted() {
+        Some(sorted) => sorted.gather(x),
+        None => groups.gather(x),
+    }
+}
+
 impl Mixture {
     /// A mixture of experts that are all here, without a shared expert; `copies` has the number of identical experts
     /// per entry: 1 except in a plan.
@@ -157,10 +165,7 @@ impl Mixture {
         if groups.sorted().is_some() != is_grouped {
             candle_core::bail!("{OTHER}");
         }
-        let rows = match groups.sorted() {
-            Some(sorted) => sorted.gather(x)?,
-            None => groups.gather(x)?,
-        };
+        let rows = gather(&groups, x)?;
         let shared = || self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose();
         let (experts, shared) = match groups.sorted() {
             _ if self.owned.is_some() => {
@@ -265,24 +270,32 @@ impl Mixture {
         }
         let x = x.experts;
         if self.owned.is_some() || self.experts.iter().any(Mlp::needs_input) {
-            let rows = match s.groups.sorted() {
-                Some(sorted) => sorted.gather(x)?,
-                None => s.groups.gather(x)?,
-            };
-            match &mut s.experts {
-                SavedExperts::Dispatched(dispatched) => self.restore_dispatched(dispatched, rows, ctx)?,
-                SavedExperts::Grouped(saved) => saved.x = Some(rows),
-                SavedExperts::PerExpert(saved, _) => {
-                    for (run, s) in s.groups.runs().iter().zip(saved) {
-                        let x = rows.narrow(0, run.start, run.rows)?;
-                        self.experts[run.expert].restore(s, &x);
-                    }
-                }
-            }
+            let rows = gather(&s.groups, x)?;
+            self.restore_experts(&mut s.experts, &s.groups, rows, ctx)?;
         }
         if let (Some(shared), Some(s)) = (&self.shared, &mut s.shared) {
             shared.mlp.restore(&mut s.mlp, x);
             s.gate.x = shared.gate.input(x);
+        }
+        Ok(())
+    }
+
+    /// Restores the inputs of the experts from rows sorted by expert.
+    pub(super) fn restore_experts(
+        &self,
+        saved: &mut SavedExperts,
+        groups: &Groups,
+        rows: Tensor,
+        ctx: &Context,
+    ) -> Result<()> {
+        match saved {
+            SavedExperts::Dispatched(dispatched) => return self.restore_dispatched(dispatched, rows, ctx),
+            SavedExperts::Grouped(saved) => saved.x = Some(rows),
+            SavedExperts::PerExpert(saved, _) => {
+                for (run, saved) in groups.runs().iter().zip(saved) {
+                    self.experts[run.expert].restore(saved, &rows.narrow(0, run.start, run.rows)?);
+                }
+            }
         }
         Ok(())
     }

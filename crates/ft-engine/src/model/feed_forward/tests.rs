@@ -5,7 +5,7 @@ use crate::model::pass::grad_accumulator::Slot;
 use candle_core::DType;
 use candle_core::Device;
 use ft_kernels::attention::Sequences;
-use ft_kernels::check::{close, gradient, randn, values};
+use ft_kernels::check::{close, gradient, on, randn, values};
 use ft_kernels::swiglu::Glu;
 
 const T: usize = 9;
@@ -127,8 +127,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
 fn gradients_of_a_mixture_match_finite_differences() -> Result<()> {
     // four experts have tokens: parallel with two threads, sequential with one
     for threads in [1, 2] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        pool.install(|| {
+        on(threads, || {
             assert_eq!(dispatch::side_by_side(4, &Device::Cpu), threads == 2);
             everything(0.0, true)?;
             everything(0.4, false)

@@ -70,7 +70,7 @@ pub struct Saved {
 /// Saved activations of the experts.
 #[derive(Debug)]
 pub(super) enum SavedExperts {
-    /// One entry per expert with tokens, and expert outputs `[rows, d]` before the gates.
+    /// One entry per expert with tokens, and expert outputs `[rows, d]` before the gates: of dispatched rows, none.
     PerExpert(Vec<mlp::Saved>, Vec<Tensor>),
     /// Of all experts, computed together.
     Grouped(Box<grouped::Saved>),
@@ -78,15 +78,22 @@ pub(super) enum SavedExperts {
     Dispatched(Box<expert_parallel::Saved>),
 }
 
-impl Saved {
-    /// Drops the inputs; [`Mixture::restore`] restores them.
-    pub fn drop_inputs(&mut self) {
-        self.router.x = None;
-        match &mut self.experts {
+impl SavedExperts {
+    /// Drops the inputs; [`Mixture::restore_experts`] restores them.
+    pub(super) fn drop_inputs(&mut self) {
+        match self {
             SavedExperts::PerExpert(saved, _) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
             SavedExperts::Grouped(saved) => saved.x = None,
             SavedExperts::Dispatched(dispatched) => dispatched.drop_inputs(),
         }
+    }
+}
+
+impl Saved {
+    /// Drops the inputs; [`Mixture::restore`] restores them.
+    pub fn drop_inputs(&mut self) {
+        self.router.x = None;
+        self.experts.drop_inputs();
         if let Some(shared) = &mut self.shared {
             shared.mlp.drop_inputs();
             shared.gate.x = None;

@@ -11,6 +11,7 @@ use crate::model::config::rope::{Rope, Tables};
 use crate::ranks::{CollectiveId, Comm, words_of};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
+use ft_data::Micro;
 use ft_kernels::attention::{Sequences, Sizes};
 use ft_kernels::cuda::upload::{Lists, Place};
 use ft_kernels::embed::ById;
@@ -207,6 +208,12 @@ pub struct HostBatch<'a> {
     pub targets: &'a [(u32, u32)],
     /// Weights of the targets; empty for weights of 1.
     pub weights: &'a [f32],
+}
+
+impl<'a> From<&'a Micro> for HostBatch<'a> {
+    fn from(m: &'a Micro) -> Self {
+        Self { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets, weights: &m.weights }
+    }
 }
 
 impl<'a> Batch<'a> {

@@ -63,7 +63,7 @@ pub struct GradAccumulator<'a> {
     /// Deferred gradients of a collecting accumulator.
     later: Option<RefCell<Vec<Later>>>,
     /// In a plan.
-    live: Option<PlannedBuffers<'a>>,
+    planned: Option<PlannedBuffers<'a>>,
 }
 
 /// Gradient buffers in a plan, allocated at their first gradients.
@@ -109,7 +109,7 @@ impl<'a> GradAccumulator<'a> {
             reached: RefCell::new(vec![false; count]),
             stale: RefCell::default(),
             later: None,
-            live: None,
+            planned: None,
         }
     }
 
@@ -138,8 +138,8 @@ impl<'a> GradAccumulator<'a> {
     /// Accumulator for a plan: charges the `bytes` of each buffer to the ledger from its first gradient until the
     /// accumulator is dropped.
     pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: Vec<u64>) -> Self {
-        let live = PlannedBuffers { ledger, bytes, allocated: RefCell::default() };
-        Self { live: Some(live), ..Self::new(grads, 0) }
+        let planned = PlannedBuffers { ledger, bytes, allocated: RefCell::default() };
+        Self { planned: Some(planned), ..Self::new(grads, 0) }
     }
 
     /// Accumulator with buffers that are allocated at the first gradient and released by [`GradAccumulator::take`].
@@ -221,7 +221,7 @@ impl<'a> GradAccumulator<'a> {
     }
 
     fn buffer(&self, number: usize) -> Result<Tensor> {
-        if let Some(PlannedBuffers { ledger, bytes, allocated }) = &self.live {
+        if let Some(PlannedBuffers { ledger, bytes, allocated }) = &self.planned {
             let bytes = bytes.get(number).copied().unwrap_or(0);
             let hold = || ledger.role(Role::Gradients, || ledger.hold_once(bytes));
             allocated.borrow_mut().entry(number).or_insert_with(hold);

@@ -28,6 +28,7 @@ use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::resizable::unallocated;
 use ft_kernels::tensor::Real;
+use ft_recipe::LoraSpec;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -137,11 +138,11 @@ impl<'a> Loader<'a> {
 
     /// Whether ranks with other experts gather the unit for row norms.
     fn others_norm(&self, unit: usize) -> bool {
-        let adapted =
-            |c: &Choice| matches!(c, Choice::Lora { spec, .. } if spec.dora || self.b.adapter.is_some());
-        let (layers, mut modules) = (self.b.base.config.layers, self.b.selection.modules.iter());
-        self.params.split.own().is_some()
-            && modules.any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
+        let (layers, adapter) = (self.b.base.config.layers, self.b.adapter.is_some());
+        let normed = |(m, spec): (&Module, &LoraSpec)| {
+            m.expert.is_some() && m.unit(layers) == unit && (spec.dora || adapter)
+        };
+        self.params.split.own().is_some() && self.b.selection.loras().any(normed)
     }
 
     /// Sets DoRA's `magnitude` to the adapter's, else to the row norms of a weight; returns the squares of the norms.

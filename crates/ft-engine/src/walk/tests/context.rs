@@ -32,7 +32,7 @@ fn part<'a>(
     random: Option<(u64, u64)>,
 ) -> Result<Batch<'a>> {
     let part = m.part(context_parallel.own());
-    let host = HostBatch { docs: &[part.micro.ids.len()], ..host(&part.micro) };
+    let host = HostBatch { docs: &[part.micro.ids.len()], ..(&part.micro).into() };
     let batch = Batch::new(&d.config, host, (40, 7), random, CPU)?;
     Ok(batch.with_context_parallel(Arc::new(context_parallel), part.tokens, part.targets))
 }
@@ -66,7 +66,7 @@ impl<'a> Setting<'a> {
     fn on_one(&self) -> Result<Step> {
         let (d, p) = self.case.build(&self.selection, None)?;
         let m = self.micro()?;
-        self.walk(&d, &p, &Batch::new(&d.config, host(&m), (40, 7), RANDOM, CPU)?)
+        self.walk(&d, &p, &Batch::new(&d.config, (&m).into(), (40, 7), RANDOM, CPU)?)
     }
 
     /// Sums over the ranks of the losses and gradients of their segments.
@@ -106,8 +106,8 @@ impl<'a> Setting<'a> {
         sum.context("no rank has tokens")
     }
 
-    /// The largest relative distance from one rank of a tensor's gradient; and of a loss, of the gradient norm, or of all
-    /// gradients together.
+    /// The largest relative distance from one rank of a tensor's gradient; and of a loss, of the gradient norm, or of
+    /// all gradients together.
     fn apart(&self, all: &[Vec<Range<usize>>], fault: Option<Fault>) -> Result<[f64; 2]> {
         let (want, got) = (self.on_one()?, self.on_many(all, fault)?);
         let near = |a: f64, b: f64| (a - b).abs() / b.abs().max(1e-12);
@@ -202,7 +202,7 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
     let positions = docs.iter().flat_map(|n| 0..*n as u32).collect();
     let targets = (0..699).map(|i| (i, ids[i as usize + 1])).collect();
     let m = Micro { ids, positions, docs, targets, ..Micro::default() };
-    let whole = Batch::new(&d.config, host(&m), (0, 0), None, CPU)?;
+    let whole = Batch::new(&d.config, (&m).into(), (0, 0), None, CPU)?;
     let whole = loss::on_host(Walk::new(&d, None, 0).eval(&whole)?)?.concat();
     for count in [2, 3, 4] {
         let all = segments(&m.docs, count);

@@ -5,7 +5,7 @@ use super::*;
 use crate::model::feed_forward::{FAULT, Fault};
 use crate::params::buffers::Split;
 use crate::ranks::{self, CollectiveId, Comm, Mesh};
-use crate::walk::{Hooks, Visit};
+use crate::walk::Hooks;
 
 /// Seed and step of dropout.
 const RANDOM: (u64, u64) = (5, 3);
@@ -18,14 +18,6 @@ struct Among<'a>(&'a dyn Comm);
 impl Hooks for Among<'_> {
     fn experts(&self) -> Option<&dyn Comm> {
         Some(self.0)
-    }
-
-    fn pre_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
-        Ok(())
-    }
-
-    fn post_visit(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
-        Ok(())
     }
 }
 
@@ -52,7 +44,7 @@ impl<'a> Setting<'a> {
     fn batch(&self, which: usize) -> Result<Batch<'static>> {
         let all = self.micros()?;
         let first = if which == 0 { (0, 0) } else { (all[0].ids.len(), all[0].targets.len()) };
-        Ok(Batch::new(&self.case.config, host(&all[which]), first, Some(RANDOM), CPU)?)
+        Ok(Batch::new(&self.case.config, (&all[which]).into(), first, Some(RANDOM), CPU)?)
     }
 
     fn walk<'w>(&self, d: &'w Decoder, p: &Params) -> Walk<'w> {

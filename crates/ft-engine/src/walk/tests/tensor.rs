@@ -32,7 +32,7 @@ impl<'a> Setting<'a> {
     }
 
     fn input(&self, m: &Micro, docs: &[usize]) -> Result<Batch<'static>> {
-        let host = HostBatch { docs, ..host(m) };
+        let host = HostBatch { docs, ..m.into() };
         Ok(Batch::new(&self.case.config, host, (40, 7), RANDOM, CPU)?)
     }
 
@@ -92,7 +92,8 @@ impl<'a> Setting<'a> {
         Ok(sum)
     }
 
-    /// The largest relative distance from one rank of a tensor's gradient; and of the loss, or of all gradients together.
+    /// The largest relative distance from one rank of a tensor's gradient; and of the loss, or of all gradients
+    /// together.
     fn apart(&self, all: &[Range<usize>], fault: Option<Fault>, alter: Alter) -> Result<[f64; 2]> {
         let (want, got) = (self.on_one()?, self.on_many(all, fault, alter)?);
         let trained = self.selection.trained();
@@ -144,8 +145,9 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
     Ok(())
 }
 
-/// Where float32 itself is uncertain by more than the sums over ranks are (norms that follow one another, norms of nearly
-/// nothing), the gradients are as near to those of float64 as one rank's, in the root mean square over rows and cuts.
+/// Where float32 itself is uncertain by more than the sums over ranks are (norms that follow one another, norms of
+/// nearly nothing), the gradients are as near to those of float64 as one rank's, in the root mean square over rows and
+/// cuts.
 #[test]
 fn cut_matrices_are_as_near_to_float64_as_one_rank() -> Result<()> {
     let mut compared = 0;
@@ -198,8 +200,8 @@ fn cut_matrices_are_as_near_to_float64_as_one_rank() -> Result<()> {
     Ok(())
 }
 
-/// Each fault is noticed by the comparison above: sums that are not added or are averaged, of tokens or of rows; dropout by the column on the
-/// rank; a bias of a product over columns that is added by no rank.
+/// Each fault is noticed by the comparison above: sums that are not added or are averaged, of tokens or of rows;
+/// dropout by the column on the rank; a bias of a product over columns that is added by no rank.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
     let (case, whole) = (case("qwen3-dense")?, case("olmo2")?);

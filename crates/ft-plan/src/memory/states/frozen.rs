@@ -2,7 +2,6 @@
 
 use super::optimizer::{mxfp4_values, nf4_values, nf4_values_of};
 use super::setup::Setup;
-use super::shares::with_weights;
 use crate::memory::{Bytes, Component};
 use ft_engine::adapters::{Choice, Part, initial};
 use ft_engine::model::modules::{Group, Module};
@@ -61,7 +60,7 @@ impl Frozen {
             normed: vec![false; c.units()],
             ..Self::default()
         };
-        for (m, choice) in with_weights(c.selection).filter(|(m, _)| c.ranks.has(m)) {
+        for (m, choice) in c.selection.with_weights().filter(|(m, _)| c.ranks.has(m)) {
             out.add(c, m, choice);
         }
         for m in c.selection.constants.iter().filter(|m| c.ranks.has(m)) {

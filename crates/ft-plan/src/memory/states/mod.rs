@@ -10,4 +10,3 @@ mod trained;
 pub use model_states::{Flow, ModelStates};
 pub use optimizer::{nf4, optimizer_bytes, rounded};
 pub(super) use shares::own;
-pub use shares::with_weights;

@@ -14,7 +14,7 @@ use ft_engine::ranks::{Axis, ROUND};
 use ft_kernels::{Machine, gemm};
 use ft_recipe::{Decomposition, Offload, Recipe, Weights};
 
-/// Bytes read at a time by a thread of `store::convert`.
+/// Bytes read at a time by a thread that converts a file (`files/convert.rs`).
 const READ_PIECE: u64 = 4 << 20;
 /// Logit rows compared by the check of the result, and bytes per logit.
 const CHECKED_ROWS: u64 = ft_data::PROBE_TOKENS as u64;
@@ -36,11 +36,9 @@ pub struct ModelStates {
     pub projecting: u64,
     /// Device buffers for gradients or new weights on their way to or from the host.
     pub staging: u64,
-    /// Gradient bytes of one micro-batch by unit, with data parallelism or updates in the backward pass.
-    /// They live from the unit's backward visit to the reduction, or to the update.
-    pub live: Vec<u64>,
-    /// The same by flat buffer of the unit.
-    live_by_flat: Vec<Vec<u64>>,
+    /// Gradient bytes of one micro-batch by unit and flat buffer, with data parallelism or updates in the backward
+    /// pass. They live from the unit's backward visit to the reduction, or to the update.
+    live: Vec<Vec<u64>>,
     /// CUDA with data parallelism: bytes received by the reduction of each unit's gradients.
     pub summed: Vec<u64>,
     /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
@@ -198,7 +196,7 @@ impl ModelStates {
         }
     }
 
-    /// Gradients of a micro-batch, and their reduction: see `train/reduce.rs` and `optim`, reduce-scatter,
+    /// Gradients of a micro-batch, and their reduction: see `train/step/reduce.rs` and `optim`, reduce-scatter,
     /// then all-gather.
     fn reductions(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
         let (lens, zero) = (&trained.lens, c.ranks.zero);
@@ -208,8 +206,7 @@ impl ModelStates {
         }
         if c.ranks.stage > 1 || self.updates {
             let live = |flat: usize| if c.is_ends(flat) { 0 } else { 4 * lens[flat] };
-            self.live = c.by_unit(live);
-            self.live_by_flat = (0..c.units()).map(|unit| c.flats_of(unit).map(live).collect()).collect();
+            self.live = (0..c.units()).map(|unit| c.flats_of(unit).map(live).collect()).collect();
             if c.ranks.ends.is_some() {
                 self.ends = 4 * lens[0];
             }
@@ -237,7 +234,7 @@ impl ModelStates {
         // without gradient buffers the reduced shard is an extra copy
         let sums_here = if self.updates { 1 } else { sums };
         self.sent = [4 * part * sums_here, c.width() * part * weights];
-        // shards received from the other ranks (`comm/devices.rs`)
+        // shards received from the other ranks (`ranks/nccl.rs`)
         let summed = |flat: usize| {
             if whole(&flat) { 4 * c.own(flat, lens[flat]) * (c.copies(flat) - 1) } else { 0 }
         };
@@ -322,12 +319,12 @@ impl ModelStates {
 
     /// Gradient bytes of the unit alone, live from the first gradient on.
     pub fn own_live(&self, unit: usize) -> u64 {
-        self.live.get(unit).copied().unwrap_or(0)
+        self.live.get(unit).map_or(0, |flats| flats.iter().sum())
     }
 
     /// As [`ModelStates::own_live`], by flat buffer of the unit.
     pub fn own_live_by_flat(&self, unit: usize) -> Vec<u64> {
-        self.live_by_flat.get(unit).cloned().unwrap_or_default()
+        self.live.get(unit).cloned().unwrap_or_default()
     }
 
     /// Bytes received while a unit's gradients are reduced.
@@ -341,9 +338,10 @@ impl ModelStates {
         if self.updates || self.summed.is_empty() {
             return 0;
         }
-        let before: Vec<usize> = (unit + 1..self.live.len()).filter(|u| self.live[*u] > 0).take(2).collect();
+        let before: Vec<usize> =
+            (unit + 1..self.live.len()).filter(|u| self.own_live(*u) > 0).take(2).collect();
         let parts: u64 = before.iter().map(|u| self.shards[*u]).sum();
-        before.first().map_or(0, |u| self.live[*u] + self.summed_at(*u)) + parts
+        before.first().map_or(0, |u| self.own_live(*u) + self.summed_at(*u)) + parts
     }
 
     /// Send and receive buffers of the reduction of a unit's gradients.

@@ -1,6 +1,6 @@
 //! Shares of a rank in the model, by kind of parallelism.
 
-use ft_engine::adapters::{Choice, Selection};
+use ft_engine::adapters::Selection;
 use ft_engine::model::Units;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::params::buffers::cut_module;
@@ -51,11 +51,6 @@ impl Ranks {
     pub(super) fn share(&self, copies: u64, bytes: u64, stage: u8) -> u64 {
         bytes.div_ceil(if self.zero >= stage { copies } else { 1 })
     }
-}
-
-/// Modules with weights of their own: a tied head has none.
-pub fn with_weights(selection: &Selection) -> impl Iterator<Item = &(Module, Choice)> {
-    selection.modules.iter().filter(move |(m, _)| !(selection.tied && m.group == Group::Head))
 }
 
 /// The selection with the dimensions that modules have on a rank.

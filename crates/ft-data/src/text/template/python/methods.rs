@@ -7,28 +7,31 @@ use super::{number, strings};
 use crate::text::template::bounds::{spend, weigh};
 use minijinja::{Error, ErrorKind, State, Value};
 
-const LIST: &str = "copy count index";
-const TUPLE: &str = "count index";
-const DICT: &str = "copy fromkeys get items keys values";
-const INT: &str = "bit_count bit_length conjugate is_integer";
-const FLOAT: &str = "conjugate hex is_integer";
+const LIST: &[&str] = &["copy", "count", "index"];
+const TUPLE: &[&str] = &["count", "index"];
+const DICT: &[&str] = &["copy", "fromkeys", "get", "items", "keys", "values"];
+const INT: &[&str] = &["bit_count", "bit_length", "conjugate", "is_integer"];
+const FLOAT: &[&str] = &["conjugate", "hex", "is_integer"];
 /// Methods that change a list or dict: undefined, as in Jinja2's immutable sandbox.
-const LIST_CHANGES: &str = "append clear extend insert pop remove reverse sort";
-const DICT_CHANGES: &str = "clear pop popitem setdefault update";
+const LIST_CHANGES: &[&str] = &["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"];
+const DICT_CHANGES: &[&str] = &["clear", "pop", "popitem", "setdefault", "update"];
 
 /// Whether a type has a method, and whether templates may call it.
 pub(crate) fn known(kind: Kind, name: &str) -> Option<bool> {
+    const NONE: &[&str] = &[];
     let (methods, changes) = match kind {
-        Kind::Str => (strings::METHODS, ""),
+        Kind::Str => (strings::METHODS.as_slice(), NONE),
         Kind::List => (LIST, LIST_CHANGES),
-        Kind::Tuple | Kind::Range => (TUPLE, ""),
+        Kind::Tuple | Kind::Range => (TUPLE, NONE),
         Kind::Dict => (DICT, DICT_CHANGES),
-        Kind::Int | Kind::Bool => (INT, ""),
-        Kind::Float => (FLOAT, ""),
+        Kind::Int | Kind::Bool => (INT, NONE),
+        Kind::Float => (FLOAT, NONE),
         _ => return None,
     };
-    let is_in = |names: &str| names.split_whitespace().any(|n| n == name);
-    if is_in(methods) { Some(true) } else { (name.starts_with("__") || is_in(changes)).then_some(false) }
+    match methods.contains(&name) {
+        true => Some(true),
+        false => (name.starts_with("__") || changes.contains(&name)).then_some(false),
+    }
 }
 
 /// Calls `object.name(*args)`.

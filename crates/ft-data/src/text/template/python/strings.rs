@@ -8,13 +8,18 @@ use super::methods::{bind, pairs, positional};
 use super::text::{entities, escaped};
 use crate::text::template::bounds::{spend, spend_product};
 use minijinja::{Error, Value};
+use std::sync::LazyLock;
 
 /// Methods of strings; `encode`, `maketrans` and `translate` need bytes and tables, and are not built yet.
-pub(super) const METHODS: &str = "capitalize casefold center count encode endswith expandtabs find format \
-    format_map index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable \
-    isspace istitle isupper join ljust lower lstrip maketrans partition removeprefix removesuffix replace \
-    rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title translate \
-    upper zfill";
+pub(super) static METHODS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    "capitalize casefold center count encode endswith expandtabs find format \
+     format_map index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable \
+     isspace istitle isupper join ljust lower lstrip maketrans partition removeprefix removesuffix replace \
+     rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title translate \
+     upper zfill"
+        .split_whitespace()
+        .collect()
+});
 
 /// Whether Python takes a character as white space.
 pub(crate) fn is_space(c: char) -> bool {
