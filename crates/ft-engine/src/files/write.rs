@@ -289,8 +289,8 @@ impl SharedFile {
         file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
     }
 
-    /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order. They are on the disk then: of
-    /// several machines with one file, each learns of the errors of its own writes alone.
+    /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order. They are on the disk
+    /// then: of several machines with one file, each learns of the errors of its own writes alone.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, elements out of range, or another

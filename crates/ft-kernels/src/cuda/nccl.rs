@@ -293,8 +293,8 @@ pub struct Link {
 pub type Piece<'a> = (usize, &'a Tensor);
 
 impl Link {
-    /// Loads all kernels and joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true, or
-    /// after `timeout`, or 60 s if that is shorter.
+    /// Loads all kernels and joins the communicator. Waits for all ranks until `give_up` returns true, for `timeout` or
+    /// 60 s, whichever is longer.
     ///
     /// # Errors
     /// NCCL fails, or waiting was given up.
