@@ -20,6 +20,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
@@ -348,6 +349,8 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
     let raw: Value = serde_json::from_slice(&bytes).map_err(|e| fail(&path, e.to_string()))?;
     let parameters: HashSet<String> =
         serde_json::from_value(raw["target_parameters"].clone()).map_err(|e| fail(&path, e.to_string()))?;
+    // A and B of all experts, of the layer that was last read.
+    let mut held: (usize, HashMap<String, [Tensor; 2]>) = Default::default();
     for (m, c) in &mut selection.modules {
         let name = v5(config, &m.name);
         if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
@@ -361,7 +364,16 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
                 (false, true, true) => format!("{block}.base_layer"),
                 _ => continue,
             };
-            let (a, b) = (get(&format!("{prefix}.lora_A.weight"))?, get(&format!("{prefix}.lora_B.weight"))?);
+            if held.0 != l {
+                held = (l, HashMap::new());
+            }
+            let [a, b] = match held.1.entry(prefix) {
+                Entry::Occupied(there) => there.into_mut(),
+                Entry::Vacant(new) => {
+                    let [a, b] = ["A", "B"].map(|half| get(&format!("{}.lora_{half}.weight", new.key())));
+                    new.insert([a?, b?])
+                }
+            };
             let rank = a.dim(0)? / moe.experts;
             let a = a.reshape((moe.experts, rank, i))?.get(e)?;
             let rows = b.dim(0)?;

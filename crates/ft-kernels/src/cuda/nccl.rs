@@ -219,6 +219,9 @@ impl Handle {
 
     fn late(&self, timeout: Duration) -> Option<String> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(first) = open.front() {
+            let _ = first.done.context().bind_to_thread();
+        }
         while open.front().is_some_and(|o| o.done.is_complete()) {
             open.pop_front();
         }
