@@ -1,7 +1,7 @@
 //! The quickstart's model and rows, inside the binary.
 
 use ft_base::store;
-use ft_base::terminal::tell;
+use ft_base::terminal::{tell, warn};
 use ft_recipe::{Recipe, Shipped};
 use std::path::Path;
 
@@ -30,16 +30,14 @@ const FILES: &[(&str, &[u8])] = files![
     "data/quickstart/train.jsonl",
 ];
 
-/// Writes the model and the rows of a shipped recipe to the current folder. Existing files are kept. A plan needs
-/// no `rows`.
+/// Writes the model and the rows of a shipped recipe to the current folder. Existing files are kept. Warns of rows that
+/// other commands make. A plan needs no `rows`.
 ///
 /// # Errors
 /// The folder cannot be written.
 pub(super) fn provide(named: &Path, recipe: &Recipe, rows: bool) -> ft_base::Result<()> {
-    let shipped = !named.exists() && named.to_str().is_some_and(|n| Shipped::find(n).is_ok());
-    if !shipped {
-        return Ok(());
-    }
+    let name = named.to_str().filter(|_| !named.exists());
+    let Some(shipped) = name.and_then(|n| Shipped::find(n).ok()) else { return Ok(()) };
     let sources = recipe.data.all_sources().map(|s| s.source.as_str()).filter(|_| rows);
     let wanted: Vec<&str> = std::iter::once(recipe.model.source.as_str()).chain(sources).collect();
     let is_wanted = |path: &str| wanted.iter().any(|w| Path::new(path).starts_with(w));
@@ -52,6 +50,10 @@ pub(super) fn provide(named: &Path, recipe: &Recipe, rows: bool) -> ft_base::Res
     written.dedup();
     if !written.is_empty() {
         tell(&format!("written here from the binary: {}", written.join(", ")));
+    }
+    let made = |path: &&&str| path.starts_with("runs/") && shipped.text.contains(**path);
+    if let Some(absent) = wanted.iter().filter(made).find(|path| !Path::new(path).exists()) {
+        warn(&format!("{absent} is not there; the recipe says what makes it:\n{}", shipped.needs()));
     }
     Ok(())
 }

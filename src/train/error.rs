@@ -151,7 +151,7 @@ pub enum Error {
     /// A signal stopped the run.
     #[error("stopped by {name} {saved}")]
     Signal {
-        /// SIGINT, SIGTERM or SIGHUP.
+        /// SIGINT, SIGTERM, SIGHUP or SIGUSR1.
         name: &'static str,
         /// Completed steps, saved state, and the command to continue with.
         saved: String,

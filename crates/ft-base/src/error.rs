@@ -31,6 +31,8 @@ pub enum ExitCode {
     HungUp = 129,
     /// SIGINT, after saving a checkpoint.
     Interrupted = 130,
+    /// SIGUSR1, after saving a checkpoint.
+    Requested = 138,
     /// SIGTERM, after saving a checkpoint.
     Terminated = 143,
 }
@@ -40,7 +42,7 @@ impl ExitCode {
     pub fn of(code: u8) -> Self {
         use ExitCode::*;
         let errors = [Usage, Data, Model, Storage, NonFinite, LostRank, DoesNotFit];
-        let others = [Done, HungUp, Interrupted, Terminated];
+        let others = [Done, HungUp, Interrupted, Requested, Terminated];
         errors.into_iter().chain(others).find(|c| *c as u8 == code).unwrap_or(Internal)
     }
 

@@ -37,6 +37,7 @@ mod small_disk;
 mod tests;
 
 pub use error::{Error, Problem};
+pub use read::classes::classes_of;
 pub use read::detect::{Shape, detect, task_of};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;

@@ -318,6 +318,11 @@ fn fields_are_those_that_a_format_reads() {
     for form in [&[][..], &["data.train.0.form=chat"]] {
         ok(&[&tools[..2], form].concat());
     }
+    for form in ["data.train.0.form=chat", "data.train.0.form=plain"] {
+        ok(&["task=dpo", "data.train.0.format=preference", "data.train.0.fields={system='mine'}", form]);
+    }
+    let one = message(&["data.train.0.format=messages", "data.train.0.form=chat"]);
+    assert!(one.contains("rows of this format have one form only"), "{one}");
 }
 
 /// A hint names a micro-batch within the bound of its key.

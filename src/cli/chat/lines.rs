@@ -19,6 +19,14 @@ pub enum Lines {
     Pipe(io::Lines<io::StdinLock<'static>>),
 }
 
+/// A line, or the reason for none.
+pub enum Line {
+    Text(String),
+    /// Ctrl-C.
+    Interrupt,
+    End,
+}
+
 impl Lines {
     /// Opens stdin. On a terminal, history is saved as `name` in the cache folder; lines starting with a
     /// space are not saved.
@@ -46,13 +54,13 @@ impl Lines {
         matches!(self, Lines::Terminal(..))
     }
 
-    /// The next line; `None` at the end of input, and an empty line after Ctrl-C.
+    /// The next line.
     ///
     /// # Errors
     /// A read error.
-    pub fn next(&mut self, prompt: &str) -> io::Result<Option<String>> {
+    pub fn next(&mut self, prompt: &str) -> io::Result<Line> {
         match self {
-            Lines::Pipe(lines) => lines.next().transpose(),
+            Lines::Pipe(lines) => Ok(lines.next().transpose()?.map_or(Line::End, Line::Text)),
             Lines::Terminal(editor, history) => match editor.readline(prompt) {
                 Ok(line) => {
                     let new = editor.add_history_entry(&line).unwrap_or(false);
@@ -61,10 +69,10 @@ impl Lines {
                         let _ = history.parent().map(std::fs::create_dir_all);
                         let _ = editor.append_history(history);
                     }
-                    Ok(Some(line))
+                    Ok(Line::Text(line))
                 }
-                Err(ReadlineError::Interrupted) => Ok(Some(String::new())),
-                Err(ReadlineError::Eof) => Ok(None),
+                Err(ReadlineError::Interrupted) => Ok(Line::Interrupt),
+                Err(ReadlineError::Eof) => Ok(Line::End),
                 Err(ReadlineError::Io(e)) => Err(e),
                 Err(e) => Err(io::Error::other(e)),
             },

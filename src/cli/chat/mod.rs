@@ -9,7 +9,7 @@ use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
 use ft_engine::walk::generate::{self, Reader, Writer};
 use ft_kernels::Real;
-use lines::Lines;
+use lines::{Line, Lines};
 use serde_json::{Map, Value, json};
 use std::io;
 use std::slice;
@@ -98,7 +98,18 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut Sampler) -> ft_base::Result<()> {
     if lines.is_terminal() {
         tell(&format!("one line a message; {COMMANDS}"));
     }
-    while let Some(line) = lines.next("> ").map_err(fail)? {
+    let mut interrupted = false;
+    loop {
+        let line = match lines.next("> ").map_err(fail)? {
+            Line::Text(line) => line,
+            Line::Interrupt if !interrupted => {
+                tell("ctrl-c again ends, as ctrl-d and /exit do");
+                interrupted = true;
+                continue;
+            }
+            Line::Interrupt | Line::End => break,
+        };
+        interrupted = false;
         match line.trim() {
             "" => continue,
             "/exit" => break,

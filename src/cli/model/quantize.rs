@@ -1,7 +1,8 @@
 //! `ft quantize`: writes a model in NF4.
 
-use super::original::SOURCE_KEY;
+use super::original::{SOURCE_KEY, same_folder};
 use crate::cli::console::print;
+use crate::infer::usage;
 use ft_base::terminal::tell;
 use ft_engine::model::Config;
 use ft_hub::Want;
@@ -26,6 +27,10 @@ pub struct Args {
 /// Writes the checkpoint and prints the folder.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let model = ft_hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
+    if same_folder(&model.dir, &args.out) {
+        let out = args.out.display();
+        return Err(usage(format!("--out {out}: holds what is quantized\n  hint: another folder")));
+    }
     let mut config = Config::load(&model.dir, &serde_json::Map::new())?;
     // for `ft merge`, to find the original weights of an adapter's base
     let source = match model.revision {

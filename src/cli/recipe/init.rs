@@ -5,6 +5,7 @@ use crate::cli::console::print;
 use crate::infer::{usage, words};
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, width, wrap};
+use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
 use ft_recipe::{Recipe, Task};
@@ -18,6 +19,9 @@ const METHODS: &[(&str, &str)] = &[
     ("full", "every weight"),
 ];
 
+/// Tokens of a row at the most, if the model has as many positions.
+const LONGEST: usize = 2048;
+
 /// Arguments of `ft init`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -27,7 +31,7 @@ pub struct Args {
     /// The model: hub id or folder; asked for if not given
     #[arg(long)]
     model: Option<String>,
-    /// What is trained for; by the first row if not given
+    /// What is trained for; by the rows if not given
     #[arg(long, value_parser = words(Task::WORDS, Task::from_word))]
     task: Option<Task>,
     /// With --task classify: names of the classes, separated by commas
@@ -72,28 +76,29 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if args.labels.is_empty() == (args.task == Some(Task::Classify)) {
         return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
     }
-    let of = |task: Task, measured: &Measured, has: Option<&[Group]>| {
+    let of = |(task, labels): &(Task, Vec<String>), measured: &Measured, config: Option<&Config>| {
         let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
         let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
-        let recipe = text((task, &model), &source, &method, &memory, has, measured.length);
-        task_text(task, &args.labels) + &recipe
+        let recipe = text((*task, &model), &source, &method, &memory, config, measured.length);
+        task_text(*task, labels) + &recipe
     };
     // invalid answers are reported before anything is written
-    let parse = |task| Recipe::parse(&of(task, &Measured::default(), None), &path.display().to_string(), &[]);
-    let task = match args.task {
-        Some(task) => task,
-        None => task_of(&parse(Task::Sft)?),
+    let parse = |task: &(Task, Vec<String>), config: Option<&Config>| {
+        Recipe::parse(&of(task, &Measured::default(), config), &path.display().to_string(), &[])
     };
-    let recipe = parse(task)?;
+    let task = match args.task {
+        Some(task) => (task, args.labels.clone()),
+        None => task_of(&parse(&(Task::Sft, Vec::new()), None)?),
+    };
     // an unavailable model is no error here: `ft check` reports it
-    let found = match source::find(&recipe) {
+    let found = match source::find(&parse(&task, None)?) {
         Ok(found) => Some(found),
         Err(e) if e.of::<ft_hub::Error>().is_some() => None,
         Err(e) => return Err(e),
     };
-    let measured = Measured::of(&recipe, found.as_ref())?;
-    let has = found.map(|found| groups(&found.config));
-    let text = of(task, &measured, has.as_deref());
+    let config = found.as_ref().map(|found| &found.config);
+    let measured = Measured::of(&parse(&task, config)?, found.as_ref())?;
+    let text = of(&task, &measured, config);
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     print(&format!("{}\n", path.display()))
@@ -152,14 +157,13 @@ fn task_text(task: Task, labels: &[String]) -> String {
     out
 }
 
-/// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
-/// available.
+/// The recipe with comments on the keys. `config` is the model's, if it is available.
 fn text(
     (task, model): (Task, &str),
     source: &str,
     method: &str,
     memory: &str,
-    has: Option<&[Group]>,
+    config: Option<&Config>,
     length: Option<Length>,
 ) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
@@ -173,22 +177,24 @@ fn text(
                 alpha = 32                        # its scale is alpha / rank\n";
     }
     out += "\n[[train]]                         # what trains; more rules may follow, a later one wins\n";
-    if has.is_none() {
+    if config.is_none() {
         out += "# The model's config was not at hand: these are modules of a dense model. A mixture of \
         experts has \"experts\"\n\
                 # and \"router\", and mostly no \"mlp\".\n";
     }
-    let modules = format!("modules = {:?}", trained(method, has));
+    let modules = format!("modules = {:?}", trained(method, config.map(groups).as_deref()));
     out += &match method {
         "full" => format!("{modules}\nmethod = \"full\"\n"),
         _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
     };
     let Length { pack, batch_rows, epochs, steps } =
         length.unwrap_or(Length { pack: true, batch_rows: 16, epochs: 1, steps: 500 });
+    let longest = config.map_or(LONGEST, |c| c.reach().min(LONGEST));
     out += &format!(
         "\n[data]\ntrain = [{source}]         # the format was found by the first row\n\
          eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
-         max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n"
+         {:<33} # tokens a row at the most: ft data shows what it cuts\n",
+        format!("max_length = {longest}")
     );
     if !pack {
         out += "pack = false                      # a sample a row: packed, they would make few steps\n";

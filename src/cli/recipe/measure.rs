@@ -6,6 +6,7 @@ use ft_data::{Dataset, Shape, Tokenizer};
 use ft_hub::{Settings, Want};
 use ft_plan::source::Found;
 use ft_recipe::{Recipe, Source, Task};
+use std::path::PathBuf;
 
 /// Largest data measured, in unpacked bytes; larger data makes enough steps.
 const LARGEST: u64 = 256 << 20;
@@ -47,11 +48,28 @@ pub(super) struct Measured {
     pub length: Option<Length>,
 }
 
-/// The task of the recipe's only source, by its first row; supervised fine-tuning if it is not at hand, or unknown.
-pub(super) fn task_of(recipe: &Recipe) -> Task {
+/// The task of the recipe's only source, by its first row, and the names of classes; supervised fine-tuning if it is
+/// not at hand, or unknown. Texts with few labels are to be classified.
+pub(super) fn task_of(recipe: &Recipe) -> (Task, Vec<String>) {
     let resolve = |s: &str| recipe.folder.join(s);
     let task = |source: &Source| ft_data::task_of(source, &resolve).ok();
-    recipe.data.train.first().and_then(task).unwrap_or(Task::Sft)
+    let source = recipe.data.train.first();
+    let task = source.and_then(task).unwrap_or(Task::Sft);
+    let is_small = |source: &&Source| {
+        let is_here = ft_data::is_hub_id(&source.source).is_none() || resolve(&source.source).exists();
+        is_here && ft_data::find(source, &resolve).is_ok_and(|files| bytes(&files) <= LARGEST)
+    };
+    let classes = |source: &Source| ft_data::classes_of(source, &resolve).ok().flatten();
+    match source.filter(|_| task == Task::Sft).filter(is_small).and_then(classes) {
+        Some(names) => (Task::Classify, names),
+        None => (task, Vec::new()),
+    }
+}
+
+/// Unpacked bytes of data files.
+fn bytes(files: &[PathBuf]) -> u64 {
+    let size = |f: &PathBuf| f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)));
+    files.iter().map(size).fold(0, u64::saturating_add)
 }
 
 impl Measured {
@@ -66,11 +84,7 @@ impl Measured {
         if ft_data::is_hub_id(&source.source).is_some() && !resolve(&source.source).exists() {
             return Ok(Self::default());
         }
-        let files = ft_data::find(source, &resolve)?;
-        let size = |f: &std::path::PathBuf| {
-            f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)))
-        };
-        let bytes = files.iter().map(size).fold(0, u64::saturating_add);
+        let bytes = bytes(&ft_data::find(source, &resolve)?);
         let shape = match recipe.task.format() {
             Some(format) => Shape { format, fields: source.fields.clone() },
             None => ft_data::detect(source, &resolve)?,

@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     adapter: Option<String>,
     /// Address to listen on; 0.0.0.0 lets other machines in, and needs a key
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = host)]
     host: IpAddr,
     /// Port to listen on; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
@@ -98,6 +98,12 @@ impl Args {
             variables: self.template.variables()?,
         })
     }
+}
+
+/// An address to listen on; no name but localhost.
+fn host(word: &str) -> Result<IpAddr, String> {
+    let address = if word.eq_ignore_ascii_case("localhost") { "127.0.0.1" } else { word };
+    address.parse().map_err(|_| "an address is wanted: 127.0.0.1, 0.0.0.0, ::1, or localhost".into())
 }
 
 /// Loads the model, prints the address, and serves until interrupted.

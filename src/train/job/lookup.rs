@@ -50,11 +50,15 @@ pub fn tokenizer(
     });
     let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
     if let Some((name, known)) = tokenizer.as_ref().and_then(|t| t.unread(&recipe.data.template)) {
-        let near = ft_recipe::nearest(name, known);
-        let near = near.map_or(String::new(), |n| format!("\n  hint: {n:?} is a name in it"));
         let key = format!("data.template.{name}");
-        let why = format!("{key}: the chat template has no variable of this name{near}");
-        return Err(Error::at(recipe, &key, why).into());
+        let why = match ft_recipe::nearest(name, known) {
+            _ if Tokenizer::sets(name) => "each row sets it itself\n  hint: leave it out".to_string(),
+            Some(near) => {
+                format!("the chat template has no variable of this name\n  hint: {near:?} is one of its own")
+            }
+            None => "the chat template has no variable of this name".to_string(),
+        };
+        return Err(Error::at(recipe, &key, format!("{key}: {why}")).into());
     }
     if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
         let each: Vec<String> = tokens.iter().map(|(text, id)| format!("{text:?} (token {id})")).collect();

@@ -25,13 +25,21 @@ pub fn resolve(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<
     problems
 }
 
-/// Fills in missing forms: chat if the model has a chat template. With `told`, says so, and warns about a
-/// mixture of forms.
+/// Fills in missing forms: chat if the model has a chat template. Pairs and rated completions keep theirs open, since
+/// rows of messages have no other. With `told`, says so, and warns about a mixture of forms.
 pub fn settle_forms(data: &mut Data, template: bool, told: bool) {
     let form = if template { Form::Chat } else { Form::Plain };
     for (list, sources) in [("train", &mut data.train), ("eval", &mut data.eval)] {
         for (i, s) in sources.iter_mut().enumerate() {
-            if s.form.is_some() || !s.format.is_some_and(|f| f.has_forms()) {
+            let Some(format) = s.format.filter(|f| s.form.is_none() && f.has_forms()) else { continue };
+            if format.is_preference() {
+                if told && template {
+                    tell(&format!(
+                        "data.{list}.{i}: {}: form = \"plain\" where rows hold texts; form = \"chat\" takes them \
+                         through the chat template",
+                        s.source
+                    ));
+                }
                 continue;
             }
             s.form = Some(form);

@@ -1,8 +1,8 @@
-//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP.
+//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, which schedulers send before a time limit.
 //!
-//! During training, the first signal sets a flag, checked between micro-batches, and the second signal ends
-//! the process at once. Before and after training, when nothing is unsaved, the first signal ends the
-//! process.
+//! During training, the first signal sets a flag, checked between micro-batches, and the second signal, SIGUSR1
+//! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
+//! ends the process.
 
 use crate::train::Error;
 use ft_base::error::ExitCode;
@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Handled signals, with names and exit codes.
-const SIGNALS: [(i32, &str, ExitCode); 3] = [
+const SIGNALS: [(i32, &str, ExitCode); 4] = [
     (signal_hook::consts::SIGINT, "SIGINT", ExitCode::Interrupted),
     (signal_hook::consts::SIGTERM, "SIGTERM", ExitCode::Terminated),
     (signal_hook::consts::SIGHUP, "SIGHUP", ExitCode::HungUp),
+    (signal_hook::consts::SIGUSR1, "SIGUSR1", ExitCode::Requested),
 ];
 
 /// Handlers are global to the process, so they are registered once.
@@ -91,7 +92,11 @@ impl Handlers {
         for (i, signal, code) in handled() {
             // The order matters: the first signal sets the flag read by the second.
             flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
-            flag::register(signal, Arc::clone(&self.at_once))?;
+            // A scheduler may send SIGUSR1 to processes that pass it on, and SIGTERM after it: it makes no other
+            // signal the second.
+            if signal != signal_hook::consts::SIGUSR1 {
+                flag::register(signal, Arc::clone(&self.at_once))?;
+            }
             flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
         }
         Ok(())

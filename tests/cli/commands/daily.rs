@@ -90,6 +90,15 @@ fn ft_init_asks_and_writes_a_recipe() {
         assert!(text.starts_with(&format!("task = \"{task}\"")), "{text}");
         w.ok(&["check", &format!("{name}.toml")]);
     }
+    let labeled = |label: &str| format!("{}\n", json!({"text": "Hi there", "label": label}));
+    w.write("rows.jsonl", (labeled("rude") + &labeled("kind")).repeat(20));
+    w.ok(&init("classes", &model, "rows.jsonl"));
+    let text = w.text("classes.toml");
+    let classes = "task = \"classify\"";
+    assert!(text.starts_with(classes) && text.contains("labels = [\"kind\", \"rude\"]"), "{text}");
+    // The model has no more positions.
+    assert!(text.contains("max_length = 512 "), "{text}");
+    w.ok(&["check", "classes.toml"]);
 }
 
 #[test]

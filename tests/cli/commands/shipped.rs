@@ -81,6 +81,18 @@ fn shipped_recipes_pass_without_the_weights() {
     assert!(on_the_hub >= 8);
 }
 
+#[test]
+fn a_recipe_whose_rows_a_command_makes_says_which() {
+    let w = World::new();
+    for (name, command) in [
+        ("pretrain-quickstart", "quickstart_data -- pretrain runs/pretrain-data"),
+        ("quickstart-distill", "ft logits runs/quickstart "),
+    ] {
+        let r = w.ft(&["check", name]);
+        assert!(r.code == 3 && r.err.contains(command) && !r.err.contains("start   ft run"), "{}", r.err);
+    }
+}
+
 /// Without a config, rules are not checked, but data files are.
 #[test]
 fn ft_check_without_a_config_checks_the_data_files() {

@@ -70,6 +70,13 @@ fn a_variable_that_the_template_does_not_name_is_an_error() {
         };
         let r = with("enable_thinkin");
         assert!(r.code == 2 && r.err.contains("hint: \"enable_thinking\""), "{verb}: {}", r.err);
+        // a key of messages, a tag, and what ft sets itself
+        for (name, why) in
+            [("content", "no variable"), ("endfor", "no variable"), ("messages", "sets it itself")]
+        {
+            let r = with(name);
+            assert!(r.code == 2 && r.err.contains(why), "{verb} {name}: {}", r.err);
+        }
         assert_eq!(with("enable_thinking").code, 0, "{verb}");
     }
 }

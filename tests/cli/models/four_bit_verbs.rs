@@ -80,6 +80,8 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
 fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     let (w, model) = world("qwen3-one-kv", ALL);
     w.ok(&["quantize", &model, "--out", "four"]);
+    let r = w.ft(&["quantize", &model, "--out", &model]);
+    assert!(r.code == 2 && r.err.contains("holds what is quantized\nhint: another folder"), "{}", r.err);
     let train = |w: &World| {
         w.ok(&["run", "r.toml", "model.source=four", "run.output=a", "--overwrite"]);
     };

@@ -115,7 +115,7 @@ fn a_lost_process_is_named() {
 #[test]
 fn a_signal_goes_to_all_processes() {
     let w = split::world(FULL);
-    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130), (Signal::USR1, 138)] {
         let name = format!("told-{code}");
         let (child, _) = long(&w, &name);
         kill_process(Pid::from_raw(child.id() as i32).expect("a number"), signal).expect("signalled");

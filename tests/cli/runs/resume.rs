@@ -103,7 +103,7 @@ fn a_killed_and_resumed_run_ends_the_same() {
 fn signals_save_a_checkpoint_first() {
     let w = world(LORA);
     let args = ["run", "r.toml", "run.output=stopped", "run.save_every=0", "--resume"];
-    for (which, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+    for (which, code) in [(Signal::TERM, 143), (Signal::INT, 130), (Signal::USR1, 138)] {
         let steps = || w.events("stopped", "step").len();
         let on = steps() + 3;
         let goes_on = || (on..STEPS).contains(&steps());

@@ -114,8 +114,9 @@ fn signals_do_not_wait_for_a_step() {
     let set = ["run.batch_rows=1000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
     let args = |output: &'static str| [&["run", "r.toml", output, "--resume"][..], &set].concat();
     w.ok(&args("run.output=whole"));
-    for (signal, code) in
-        [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::INT, 130)].into_iter().take(few(1))
+    for (signal, code) in [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::INT, 130), (Signal::USR1, 138)]
+        .into_iter()
+        .take(few(1))
     {
         if signal == Signal::HUP && hangups_are_ignored() {
             continue;

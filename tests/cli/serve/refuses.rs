@@ -138,6 +138,7 @@ fn other_machines_need_a_key() {
     };
     refused(&["--host", "0.0.0.0"], "--host 0.0.0.0: whoever reaches this machine could use the model");
     refused(&["--host", "::"], "hint: --api-key KEY, or FT_API_KEY");
+    refused(&["--host", "box"], "an address is wanted: 127.0.0.1, ");
     refused(&["--api-key", ""], "a key is one word");
     refused(&["--api-key", "a b"], "a key is one word");
     refused(&["--name", ""], "--name");

@@ -1,7 +1,7 @@
 //! Requests to `ft serve` over plain HTTP.
 
 use super::chunks;
-use crate::server::Server;
+use crate::server::{Server, answer};
 use crate::world::{World, repository};
 use serde_json::{Value, json};
 use std::io::Read;
@@ -69,7 +69,7 @@ fn answers_are_those_of_ft_chat_whole_and_streamed() {
 #[test]
 fn errors_have_openais_shape() {
     let w = World::new();
-    let s = Server::start(&w, &["--api-key", "secret"]);
+    let s = Server::start(&w, &["--api-key", "secret", "--host", "localhost"]);
     let key = "Authorization: Bearer secret\r\n";
     let asked = |body: &[u8]| {
         let (status, text) = s.ask("POST", "/v1/chat/completions", key, body);
@@ -123,6 +123,13 @@ fn errors_have_openais_shape() {
     let (status, e) = with("messages", json!([{"role": "user", "content": long}]));
     assert!(status == 400 && e["code"] == "context_length_exceeded", "{e}");
     assert_eq!(asked(&vec![b' '; 5 << 20]).0, 413);
+    // By its head, before the body comes.
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: {}\r\n{key}Content-Type: application/json\r\n\
+         Content-Length: 3000000\r\n\r\n",
+        s.address
+    );
+    assert_eq!(answer(s.send(head.as_bytes())).0, 413);
     for wrong in ["", "Authorization: Bearer secreT\r\n", "Authorization: secret\r\n"] {
         let (status, text) = s.ask("GET", "/v1/models", wrong, b"");
         assert!(status == 401 && text.contains("invalid_api_key") && !text.contains("secret"), "{text}");

@@ -69,7 +69,7 @@ impl Array {
             }
             Some(b'[') => self.step(1)?,
             Some(_) => {
-                let why = "expected an array of rows, or several lines of one object each";
+                let why = "expected an array of rows, or lines of one object each";
                 return Ok(Some(self.broken(why)));
             }
         }
@@ -226,7 +226,7 @@ mod tests {
             (r#"["a,]\"\\", "[{"]"#, r#"1:2 "a,]\"\\" | 1:13 "[{""#),
             ("[1]\n x", "2:2 (text after the end of the array)"),
             ("[] ]", "1:4 (text after the end of the array)"),
-            ("{}", "1:1 (expected an array of rows, or several lines of one object each)"),
+            ("{}", "1:1 (expected an array of rows, or lines of one object each)"),
             ("[1, 2\n", "1:2 1 | 2:1 (the file ends before the array's closing bracket)"),
             ("[1, {\"a", "1:2 1 | 1:5 {\"a"),
             ("[1,\n", "1:2 1 | 2:1 (the file ends where a row should begin)"),

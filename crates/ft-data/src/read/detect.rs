@@ -3,7 +3,11 @@
 use super::files::files;
 use super::reader::Rows;
 use crate::error::Error;
-use crate::shape::{keys::preference, schema::Schema, values::brief};
+use crate::shape::{
+    keys::preference,
+    schema::Schema,
+    values::{brief, kind},
+};
 use ft_base::error::Location;
 use ft_recipe::{Format, Task};
 use serde_json::{Map, Value};
@@ -81,7 +85,7 @@ pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> 
 /// Missing or empty files.
 pub fn task_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Task, Error> {
     let row = row_of(source, resolve)?;
-    let has = |keys: &[&str]| keys.iter().all(|key| row.get(key).is_some_and(|v| !v.is_null()));
+    let has = |keys: &[&str]| keys.iter().all(|key| row.get(*key).is_some_and(|v| !v.is_null()));
     let tasks: [(Task, &[&str]); 5] = [
         (Task::Dpo, &["chosen", "rejected"]),
         (Task::Dpo, &["chosen_ids", "rejected_ids"]),
@@ -93,7 +97,10 @@ pub fn task_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) ->
 }
 
 /// The first row of the first non-empty file.
-fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
+fn row_of(
+    source: &ft_recipe::Source,
+    resolve: &dyn Fn(&str) -> PathBuf,
+) -> Result<Map<String, Value>, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
         if let Some(row) = first(&path, source)? {
@@ -121,33 +128,35 @@ pub(crate) fn shape_of(given: &BTreeMap<String, String>, row: &Map<String, Value
         }
         None => return None,
     };
-    if format.has_forms() && !has(&"system") && row.contains_key(SYSTEM) {
+    if format.is_template_default() && !has(&"system") && row.contains_key(SYSTEM) {
         fields.insert("system".into(), SYSTEM.into());
     }
     Some(Shape { format, fields })
 }
 
-/// The first of the file's first rows that can be read.
-fn first(path: &Path, source: &ft_recipe::Source) -> Result<Option<Value>, Error> {
+/// The first object among the file's first rows.
+fn first(path: &Path, source: &ft_recipe::Source) -> Result<Option<Map<String, Value>>, Error> {
     let mut told = None;
     for row in Rows::open(path, &Schema::of_any(source)?)?.take(FIRST_ROWS) {
-        match row?.parse() {
-            Ok(row) => return Ok(Some(row)),
-            Err(e) => told = told.or(Some(e)),
-        }
+        let row = row?;
+        let (line, column, message) = match row.parse() {
+            Ok(Value::Object(row)) => return Ok(Some(row)),
+            Ok(other) => (row.line, row.column, format!("expected an object, found {}", kind(&other))),
+            Err(e) => (e.line, e.column, e.message),
+        };
+        told.get_or_insert((line, column, message));
     }
-    told.map_or(Ok(None), |e| {
-        let place = Location { file: path.display().to_string(), line: e.line, column: e.column };
-        Err(Error::File { place, message: e.message })
+    told.map_or(Ok(None), |(line, column, message)| {
+        let place = Location { file: path.display().to_string(), line, column };
+        Err(Error::File { place, message })
     })
 }
 
-fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Shape, Error> {
+fn fits(source: &ft_recipe::Source, row: &Map<String, Value>) -> Result<Shape, Error> {
     let fail = |why: String| {
         let message = format!("{:?} has no format, and its first row {why}", source.source);
         Err(Error::recipe(source, message))
     };
-    let Value::Object(row) = row else { return fail("is no object".into()) };
     if let Some(why) = preference(row).filter(|_| source.fields.is_empty()) {
         return fail(format!("has {why}"));
     }
@@ -169,9 +178,10 @@ mod tests {
     use serde_json::json;
 
     fn of(row: Value) -> Result<String, String> {
+        let row = row.as_object().unwrap();
         let source =
             ft_recipe::Source { format: None, form: None, ..crate::tests::source("a.jsonl", Format::Text) };
-        fits(&source, &row).map(|s| s.keys()).map_err(|e| e.to_string())
+        fits(&source, row).map(|s| s.keys()).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -206,7 +216,6 @@ mod tests {
     fn rows_of_no_format_get_a_hint() {
         assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
         assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
-        assert!(of(json!([1])).unwrap_err().contains("is no object"));
     }
 
     #[test]
@@ -215,8 +224,12 @@ mod tests {
         let file = dir.path().join("a.jsonl");
         let source = crate::tests::source("a.jsonl", Format::Tokens);
         let found = || detect(&source, &|_| file.clone()).map(|s| s.format);
-        std::fs::write(&file, "{broken\n{\"text\": \"\"}\n").unwrap();
-        assert_eq!(found().unwrap(), Format::Text);
+        for bad in ["{broken", "[1]", "\"a\""] {
+            std::fs::write(&file, format!("{bad}\n{{\"text\": \"\"}}\n")).unwrap();
+            assert_eq!(found().unwrap(), Format::Text, "{bad}");
+        }
+        std::fs::write(&file, "7\n{worse\n").unwrap();
+        assert!(found().unwrap_err().to_string().contains("a.jsonl:1:1: expected an object, found a number"));
         std::fs::write(&file, "{broken\n{worse\n").unwrap();
         assert!(found().unwrap_err().to_string().contains("a.jsonl:1:2: not JSON"));
     }

@@ -92,10 +92,13 @@ pub(crate) fn files_and_ignored(
     let path = resolve(&source.source);
     let fail = |message: String| Err(Error::recipe(source, message));
     let Ok(there) = std::fs::metadata(&path) else {
-        return if source.source.contains(['*', '?', '[']) {
-            matching(source, resolve).map(alone)
-        } else {
-            Err(Error::Missing { source_name: source.source.clone(), path })
+        return match source.source.as_str() {
+            url if url.contains("://") => fail(format!(
+                "{url:?} is a URL, and files are read from this machine\n  hint: download it, and name the path \
+                 (without file://); a dataset of the hub has a name, \"owner/name\""
+            )),
+            pattern if pattern.contains(['*', '?', '[']) => matching(source, resolve).map(alone),
+            name => Err(Error::Missing { source_name: name.into(), path }),
         };
     };
     let saved = there.is_dir() && saved::is_saved(&path);

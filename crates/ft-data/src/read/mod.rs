@@ -8,9 +8,10 @@
 //! | `tables`, `quotes` | CSV, TSV and plain text; quotes of tables |
 //! | `columns`, `saved` | Parquet and Arrow; folders of Arrow files |
 //! | `encoding` | files in UTF-16, Windows-1252, and others |
-//! | `detect` | format of a source without one |
+//! | `detect`, `classes` | format of a source without one; names of its classes |
 
 mod array;
+pub(crate) mod classes;
 #[cfg(feature = "parquet")]
 mod columns;
 pub(crate) mod detect;

@@ -49,7 +49,7 @@ fn decompressed(
     })
 }
 
-/// Whether a `.json` file is JSON Lines: its first line is an object, and another line follows.
+/// Whether a `.json` file is JSON Lines: its first line is an object.
 fn holds_lines(mut file: Box<dyn BufRead>, path: &Path) -> Result<bool, Error> {
     let start = file.fill_buf().map_err(|e| Error::read(path, e))?;
     let start = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start).trim_ascii_start();
@@ -58,7 +58,7 @@ fn holds_lines(mut file: Box<dyn BufRead>, path: &Path) -> Result<bool, Error> {
     }
     let mut lines = Lines::new(file, path.into());
     let object = |row: RawRow| row.parse().is_ok_and(|v| v.is_object());
-    Ok(lines.next()?.is_some_and(object) && lines.next()?.is_some())
+    Ok(lines.next()?.is_some_and(object))
 }
 
 impl Rows {
@@ -83,6 +83,18 @@ impl Rows {
                 return Err(Error::NotBuilt(format!("{} ({what})", path.display())));
             }
         })
+    }
+
+    /// Names of the numbers in a column of classes, if the file has them.
+    #[cfg_attr(not(feature = "parquet"), allow(unused_variables))]
+    pub fn class_names(&self, column: &str) -> Option<Vec<String>> {
+        match self {
+            #[cfg(feature = "parquet")]
+            Rows::Parquet(c) => c.class_names(column),
+            #[cfg(feature = "parquet")]
+            Rows::Arrow(b) => b.class_names(column),
+            Rows::Lines(_) | Rows::Array(_) | Rows::Table(_) | Rows::Texts(_) => None,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Unparsed rows.
 
+use crate::shape::values::parsed;
 use ft_base::store::json;
 use serde_json::Value;
 
@@ -55,7 +56,7 @@ impl RawRow {
                 "not UTF-8; encoding, beside source, names another one".into(),
             ));
         }
-        json::value(bytes).map_err(|e| {
+        parsed(bytes).map_err(|e| {
             let text = json::describe(&e, "not JSON");
             let message = text.rsplit_once(" at line ").map_or(text.as_str(), |t| t.0);
             let column = if e.line() <= 1 { self.column - 1 + e.column() } else { e.column() };

@@ -253,7 +253,8 @@ impl<'a> Loader<'a> {
             (Some((samples, stats)), eval)
         };
         let [train, eval] = [(Part::Train, train), (Part::Eval, eval)].map(|(part, read)| {
-            let (samples, stats) = read.filter(|(samples, _)| !samples.is_empty())?;
+            let held_out = part == Part::Eval && data.eval_share > 0.0;
+            let (samples, stats) = read.filter(|(samples, _)| held_out || !samples.is_empty())?;
             let made = dataset(samples, part, data, stats, seed, &self.storage);
             // a consequence of earlier problems is not reported
             made.map_err(|e| self.problems.is_empty().then(|| self.problems.add(e))).ok()
@@ -464,6 +465,12 @@ fn dataset(
 ) -> Result<Dataset, Error> {
     let Epoch { rows, lengths, hash } = Epoch::new(part, &samples, data, seed, storage)?;
     stats.examples = samples.len();
+    if data.eval_share > 0.0 && stats.truncated > 0 {
+        // counted over both parts
+        let mut reader = samples.reader();
+        let cut = |i| reader.item(i).map(|item| usize::from(item.cut));
+        stats.truncated = (0..samples.len()).map(cut).sum::<Result<usize, Error>>()?;
+    }
     stats.rows = rows.len();
     stats.tokens = rows.tokens as usize;
     stats.targets = rows.targets as usize;

@@ -31,7 +31,7 @@ impl Epoch {
     /// Mixes and packs samples.
     ///
     /// # Errors
-    /// Weights that leave too few or too many samples, and lists that can no longer be read.
+    /// Weights that leave too few or too many samples, or nothing to evaluate on, and lists that can no longer be read.
     pub fn new(
         part: Part,
         samples: &Samples,
@@ -52,6 +52,13 @@ impl Epoch {
             mix.push(range.clone(), (source, weight), mix::stream(seed, i), storage)?;
         }
         let n = mix.len();
+        if n == 0 && held_out {
+            return fail(
+                "no sample is held out: every source keeps one to train on\n  hint: more rows, or rows to evaluate on \
+                 in data.eval"
+                    .into(),
+            );
+        }
         if n == 0 && ranges.iter().any(|r| !r.is_empty()) {
             return fail("by their weights no sample of the sources is in an epoch".into());
         }
@@ -83,6 +90,10 @@ impl Epoch {
                 }
             }
         }
+        if part == Part::Eval && n > 0 && !builder.weighs {
+            let why = "all samples have a weight of 0, so nothing is evaluated";
+            return fail(format!("{why}\n  hint: leave the weight out of some rows"));
+        }
         builder.finish(mix, shuffled)
     }
 }
@@ -94,6 +105,8 @@ struct EpochBuilder<'a> {
     hasher: blake3::Hasher,
     reader: Reader<'a>,
     bytes: Vec<u8>,
+    /// Whether a target has a weight above 0.
+    weighs: bool,
 }
 
 impl<'a> EpochBuilder<'a> {
@@ -103,7 +116,7 @@ impl<'a> EpochBuilder<'a> {
             hasher.update(h.as_bytes());
         });
         let (lengths, reader) = (Counts::default(), samples.reader());
-        Self { rows, lengths, hasher, reader, bytes: Vec::new() }
+        Self { rows, lengths, hasher, reader, bytes: Vec::new(), weighs: false }
     }
 
     fn row(&mut self, items: &[Item]) -> Result<(), Error> {
@@ -117,6 +130,7 @@ impl<'a> EpochBuilder<'a> {
                     .flat_map(u32::to_le_bytes),
             );
             item.documents().for_each(|tokens| self.lengths.add(tokens, 1));
+            self.weighs |= item.weight > 0.0;
         }
         self.hasher.update(&self.bytes);
         self.rows.row(items)

@@ -10,6 +10,10 @@ use crate::token_cache::{
 use ft_base::rng::{Purpose, Stream};
 use std::ops::Range;
 
+/// A weight above the first is refused if it makes more samples than the second: rows are made sample by sample, and no
+/// mixture needs as many.
+const MOST_REPEATED: (f64, f64) = (100.0, (1u64 << 26) as f64);
+
 /// The samples of an epoch: all sources in order, repeated by weight.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mixture {
@@ -50,8 +54,12 @@ impl Mixture {
         let exact = weight * n as f64;
         let whole = exact.floor();
         let wanted = whole + f64::from(u8::from(f64::from(stream.uniform(0)) < exact - whole));
-        if wanted > f64::from(u32::MAX) {
-            let message = format!("weight = {weight} makes {wanted} samples of {n}; that is too many");
+        let (repetitions, most) = MOST_REPEATED;
+        if wanted > f64::from(u32::MAX) || (weight > repetitions && wanted > most) {
+            let message = format!(
+                "weight = {weight} makes {wanted} samples of {n}; that is too many\n  hint: a weight is relative \
+                 to the other sources; run.epochs or run.steps repeat all"
+            );
             return Err(Error::recipe(source, message));
         }
         if n == 0 {

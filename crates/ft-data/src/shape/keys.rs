@@ -8,14 +8,15 @@ use super::notes::Note;
 use super::schema::Schema;
 use ft_recipe::{Format, ScoreTargets};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 
 /// Media attached to a text.
 const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
 /// Keys used by other trainers to select supervised messages.
 const SUPERVISION: &[&str] =
     &["train", "training", "trainable", "train_detail", "training_detail", "loss", "mask", "masked"];
-/// Keys of a message with the assistant's reasoning.
-pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
+/// Keys of a message with the assistant's reasoning, in transformers' order: the first with a value counts.
+pub(crate) const REASONING: &[&str] = &["reasoning_content", "thinking", "reasoning"];
 
 /// The reason for refusing a key, if the format does not read it and it matters for training.
 fn refused((schema, scores): (&Schema, &ScoreTargets), key: &str) -> Option<String> {
@@ -138,6 +139,21 @@ pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
         return Err(format!(".{key}: {why}"));
     }
     Ok(())
+}
+
+/// A message as templates read it: its reasoning is also `reasoning_content`, and `thinking` unless that has text of
+/// its own, as in transformers 5.24 (`_alias_reasoning_fields`).
+pub(crate) fn with_reasoning(message: &Value) -> Cow<'_, Value> {
+    let given = |key: &&str| message.get(key).filter(|v| !v.is_null());
+    let (Value::Object(map), Some(reasoning)) = (message, REASONING.iter().find_map(given)) else {
+        return Cow::Borrowed(message);
+    };
+    let mut out = Map::new();
+    out.insert("thinking".into(), reasoning.clone());
+    let others = map.iter().filter(|(key, v)| !(v.is_null() && REASONING.contains(&key.as_str())));
+    out.extend(others.map(|(key, v)| (key.clone(), v.clone())));
+    out.insert("reasoning_content".into(), reasoning.clone());
+    Cow::Owned(Value::Object(out))
 }
 
 /// Whether ft already checks the text of a message key, or the key only links messages.

@@ -1,6 +1,7 @@
 //! Rows of the formats `preference`, `unpaired` and `labeled`.
 //!
-//! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with.
+//! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with. In form
+//! "chat" texts are messages too: the prompt a user's, the completions an assistant's.
 
 use super::example::IGNORE_INDEX;
 use super::keys::says_nothing;
@@ -24,7 +25,7 @@ impl Schema {
             return Ok(Sample::Pair(Box::new([chosen?, rejected?])));
         }
         let (chosen, rejected) = (self.value(row, "chosen")?, self.value(row, "rejected")?);
-        if self.is_chat(row, &[chosen, rejected]) {
+        if self.takes_template(row, &[chosen, rejected])? {
             let both = [self.messages_of(chosen, "chosen")?, self.messages_of(rejected, "rejected")?];
             let prompt = match self.prompt_messages(row, &both[0])? {
                 Some(prompt) => prompt,
@@ -34,7 +35,7 @@ impl Schema {
                     let pairs = both[0].iter().zip(&both[1]).take(most);
                     let same = pairs.take_while(|(a, b)| a == b).count();
                     if same == 0 {
-                        return Err(self.no_prompt(row));
+                        return Err(self.no_prompt(row, self.chat && chosen.is_string()));
                     }
                     both[0][..same].to_vec()
                 }
@@ -54,7 +55,7 @@ impl Schema {
             _ => {
                 let prompt = common(chosen, rejected);
                 if prompt.is_empty() {
-                    return Err(self.no_prompt(row));
+                    return Err(self.no_prompt(row, false));
                 }
                 [chosen, rejected].map(|c| (prompt.to_string(), c.to_string()))
             }
@@ -70,7 +71,7 @@ impl Schema {
             return rated(self.completion_ids(row, "completion_ids")?);
         }
         let completion = self.value(row, "completion")?;
-        if self.is_chat(row, &[completion]) {
+        if self.takes_template(row, &[completion])? {
             let completion = self.messages_of(completion, "completion")?;
             let prompt = self.prompt_messages(row, &completion)?;
             let prompt = prompt.ok_or_else(|| missing(self.name("prompt"), row))?;
@@ -145,16 +146,41 @@ impl Schema {
         })
     }
 
-    /// Error of a pair without a prompt, and without a common beginning.
-    fn no_prompt(&self, row: &Row) -> String {
+    /// Replaces the number of a row's class by its name in the file.
+    pub fn name_class(&self, row: &mut Value, names: &[String]) -> Result<(), String> {
+        let label = row.get_mut(self.name("label"));
+        let number = label.as_ref().and_then(|label| label.as_u64());
+        if let (Some(label), Some(number)) = (label, number) {
+            let name = usize::try_from(number).ok().and_then(|n| names.get(n));
+            let name = name.ok_or_else(|| {
+                format!(
+                    "{}: the file names the classes {}, and none {number}",
+                    self.name("label"),
+                    names.join(", ")
+                )
+            })?;
+            *label = name.as_str().into();
+        }
+        Ok(())
+    }
+
+    /// Error of a pair without a prompt, and without a common beginning: of messages, if `texts` are to become such.
+    fn no_prompt(&self, row: &Row, texts: bool) -> String {
         let why = missing(self.name("prompt"), row);
         let names = ["question", "query", "instruction", "input", "conversations", "conversation"];
         let other = names.into_iter().find(|name| row.contains_key(*name));
         let hint = match other {
             Some(name) => format!("\n  hint: fields = {{ prompt = {name:?} }} takes the prompt from there"),
+            None if texts => {
+                "\n  hint: form = \"plain\" takes the text that chosen and rejected begin with".into()
+            }
             None => String::new(),
         };
-        format!("{why}, and chosen and rejected begin with nothing in common{hint}")
+        let but = match texts {
+            true => "form = \"chat\" makes the user's message of it",
+            false => "chosen and rejected begin with nothing in common",
+        };
+        format!("{why}, and {but}{hint}")
     }
 
     /// Refuses keys of a row of texts that only a chat template writes.
@@ -162,8 +188,8 @@ impl Schema {
         let says = |name: &&str| row.get(*name).is_some_and(|v| !says_nothing(v));
         match [self.name("system"), self.name("tools")].into_iter().find(says) {
             Some(name) => Err(format!(
-                "{name}: texts go without a chat template, which would write it\n  hint: write it into prompt, or \
-                 the prompt as a list of messages: [{{\"role\": \"user\", \"content\": ..}}]"
+                "{name}: texts go without a chat template, which would write it\n  hint: form = \"chat\" takes texts \
+                 through the template; or write it into prompt"
             )),
             None => Ok(()),
         }
@@ -203,6 +229,15 @@ impl Schema {
         Ok(Sample::Tokens { ids, labels, weights: Vec::new(), teacher: None })
     }
 
+    /// Whether a row goes through the chat template: by its form, or since it holds messages.
+    fn takes_template(&self, row: &Row, completions: &[&Value]) -> Result<bool, String> {
+        let is_chat = self.is_chat(row, completions);
+        if is_chat && self.plain {
+            return Err("the row holds messages, which need a chat template\n  hint: form = \"chat\"".into());
+        }
+        Ok(is_chat || self.chat)
+    }
+
     /// Whether a row holds messages.
     fn is_chat(&self, row: &Row, completions: &[&Value]) -> bool {
         let prompt = row.get(self.name("prompt"));
@@ -214,16 +249,25 @@ impl Schema {
         match value {
             Value::Array(list) => Ok(list.clone()),
             Value::Object(_) => Ok(vec![value.clone()]),
-            Value::String(text) => Ok(vec![json!({"role": "assistant", "content": text})]),
+            // as in the other formats, the text of an answer is not empty
+            Value::String(text) if self.chat && text.trim().is_empty() => {
+                Err(format!("{} is empty", self.name(name)))
+            }
+            Value::String(text) => Ok(vec![self.said("assistant", text)]),
             other => Err(format!("{}: expected messages, found {}", self.name(name), kind(other))),
         }
+    }
+
+    /// A message of text, under the names of the source.
+    fn said(&self, role: &str, text: &str) -> Value {
+        json!({self.name("role"): role, self.name("content"): text})
     }
 
     /// Messages of the prompt, without the ones repeated in `completion`; `None` without a prompt.
     fn prompt_messages(&self, row: &Row, completion: &[Value]) -> Result<Option<Vec<Value>>, String> {
         let prompt = match row.get(self.name("prompt")) {
             None | Some(Value::Null) => return Ok(None),
-            Some(Value::String(text)) => vec![json!({"role": "user", "content": text})],
+            Some(Value::String(text)) => vec![self.said("user", text)],
             Some(other) => self.messages_of(other, "prompt")?,
         };
         let text = |m: &Value| m.get(self.name("content")).or(m.get("value")).cloned();

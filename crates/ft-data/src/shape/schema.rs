@@ -2,14 +2,16 @@
 
 use crate::error::Error;
 use encoding_rs::Encoding;
-use ft_recipe::{Format, Mask};
+use ft_recipe::{Form, Format, Mask};
 use serde_json::{Map, Value};
 
 /// Format, field names and mask of a source.
 pub(crate) struct Schema {
     pub format: Format,
-    /// Whether rows go through the chat template.
+    /// Whether rows go through the chat template. Pairs and rated completions of messages do in any case.
     pub chat: bool,
+    /// Whether pairs and rated completions are texts alone.
+    pub plain: bool,
     pub mask: Mask,
     /// Encoding of the files, if the source names one.
     pub encoding: Option<&'static Encoding>,
@@ -55,14 +57,15 @@ impl Schema {
             ));
         }
         if let Some(unknown) = source.fields.keys().find(|k| !names.contains(&k.as_str())) {
-            let plain = if format.has_forms() && !chat { " in form \"plain\"" } else { "" };
+            let plain = if format.is_template_default() && !chat { " in form \"plain\"" } else { "" };
             return fail(format!(
                 "format {name:?}{plain} has no field {unknown:?}; it has {}",
                 names.join(", ")
             ));
         }
-        let (fields, reads) = (source.fields.clone(), Vec::new());
-        let mut schema = Self { format, chat, mask: chosen, encoding: encoding(source)?, fields, reads };
+        let plain = format.is_preference() && source.form == Some(Form::Plain);
+        let (encoding, fields, reads) = (encoding(source)?, source.fields.clone(), Vec::new());
+        let mut schema = Self { format, chat, plain, mask: chosen, encoding, fields, reads };
         schema.reads = format.keys(chat).iter().map(|n| schema.name(n).to_string()).collect();
         Ok(schema)
     }
@@ -74,7 +77,7 @@ impl Schema {
     pub fn of_any(source: &ft_recipe::Source) -> Result<Self, Error> {
         let (fields, reads) = Default::default();
         let (format, mask) = (Format::Text, Mask::None);
-        Ok(Self { format, chat: false, mask, encoding: encoding(source)?, fields, reads })
+        Ok(Self { format, chat: false, plain: false, mask, encoding: encoding(source)?, fields, reads })
     }
 
     /// Whether a field, as named in the file, contains a list or object instead of text.

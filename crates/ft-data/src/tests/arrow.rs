@@ -135,6 +135,50 @@ fn values_of_all_types_become_json() {
     assert!(told[0].as_str().unwrap().contains("span: values of Arrow's type Duration"), "{told:?}");
 }
 
+/// Numbers of classes are the names that the file has for them, if the recipe has those names too.
+#[test]
+fn numbers_of_classes_are_their_names_in_the_file() {
+    let classes = |file: &str, names: &[&str]| {
+        let scores = ft_recipe::ScoreTargets::Classes(names.iter().map(|n| n.to_string()).collect());
+        let found = load_in(
+            &fixture("saved"),
+            &[source(file, Format::Labeled)],
+            &ft_recipe::Data { scores, ..data(99) },
+            &tiny(),
+        );
+        let labels = |d: Dataset| all(&d).iter().map(|e| *e.labels.last().unwrap()).collect::<Vec<_>>();
+        found.map(labels).map_err(|e| e.to_string())
+    };
+    for file in ["classes", "classes.parquet"] {
+        assert_eq!(classes(file, &["neg", "pos"]), Ok(vec![0, 1]), "{file}");
+        assert_eq!(classes(file, &["pos", "neg"]), Ok(vec![1, 0]), "{file}");
+        assert_eq!(classes(file, &["neutral", "pos", "neg"]), Ok(vec![2, 1]), "{file}");
+        // other names: numbers of the recipe
+        assert_eq!(classes(file, &["LABEL_0", "LABEL_1"]), Ok(vec![0, 1]), "{file}");
+        let told = classes(file, &["pos", "other"]).unwrap_err();
+        assert!(told.contains(":1: label: neg is none of the classes: pos, other"), "{told}");
+    }
+}
+
+/// A weight that JSON does not have is refused; as null it would be 1.
+#[test]
+fn weights_of_columns_are_finite() {
+    for file in ["weights.parquet", "weights.arrow"] {
+        let load = |on_bad_row| {
+            let cfg = ft_recipe::Data { on_bad_row, ..data(9) };
+            load_in(&fixture("saved"), &[source(file, Format::Text)], &cfg, &tiny())
+        };
+        let told = load(OnBadRow::Error).unwrap_err().to_string();
+        assert!(
+            told.contains(&format!("{file}:2")) && told.contains("weight: NaN is not a finite number"),
+            "{told}"
+        );
+        let d = load(OnBadRow::Skip).unwrap();
+        assert_eq!((d.samples.len(), d.stats.drops.bad), (1, 2));
+        assert!(d.stats.left_out[1].contains("weight: inf is not a finite number"), "{:?}", d.stats.left_out);
+    }
+}
+
 /// Lengths that a file states are checked before memory is taken for them.
 #[test]
 fn lengths_without_bytes_are_told() {

@@ -201,17 +201,22 @@ fn a_turn_may_end_by_the_next_ones_header() {
 #[test]
 fn earlier_turns_may_end_without_a_stop() {
     let turn = |role: &str, text: &str| json!({"role": role, "content": text});
-    let messages =
-        json!([turn("user", "q"), turn("assistant", "a"), turn("user", "r"), turn("assistant", "b")]);
+    let messages = |first: &str| {
+        json!([turn("user", "q"), turn("assistant", first), turn("user", "r"), turn("assistant", "b")])
+    };
     let of = |last: &str| {
         with_template(&format!(
             "{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{{{ '{last}' if loop.last and m.role == 'assistant' else '<end>' }}}}\
              {{% endfor %}}{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
         ))
     };
-    assert_eq!(spans_of(&of("<|im_end|>"), &messages, &Value::Null).unwrap(), ["a", "b<|im_end|>"]);
+    // also where white space ends the earlier one
+    for first in ["a", "a \n"] {
+        let spans = spans_of(&of("<|im_end|>"), &messages(first), &Value::Null);
+        assert_eq!(spans.unwrap(), ["a", "b<|im_end|>"], "{first:?}");
+    }
     // a text that stops no model
-    let other = spans_of(&of("<last>"), &messages, &Value::Null);
+    let other = spans_of(&of("<last>"), &messages("a"), &Value::Null);
     assert!(other.unwrap_err().to_string().contains("its end is written otherwise"));
 }
 

@@ -53,6 +53,9 @@ fn arguments_in_a_string_are_the_object_that_it_holds() {
         assert!(!as_string.0.contains("\\\"city\\\""), "{name}: {}", as_string.0);
         // missing arguments become an empty object
         let none = read(&t, &calling(json!({})), &vars).unwrap().0;
+        // Python's integer
+        let zero = read(&t, &calling(json!("{\"x\": -0}")), &vars).unwrap().0;
+        assert_eq!(zero, read(&t, &calling(json!({"x": 0})), &vars).unwrap().0, "{name}");
         for nothing in [json!(""), Value::Null, json!(" {} ")] {
             assert_eq!(read(&t, &calling(nothing), &vars).unwrap().0, none, "{name}");
         }
@@ -387,6 +390,44 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
     let mut row = calling(json!({}));
     row["messages"][1]["content"] = json!("Let me look.");
     assert!(read(&llama, &row, &vars).unwrap_err().starts_with("messages[1].content: "));
+}
+
+/// Reasoning reaches each template under the name that it reads. The lines are of transformers 5.24.
+#[test]
+fn reasoning_has_the_names_that_templates_read() {
+    let t = with_template("{% for m in messages %}{{ m | tojson }}\n{% endfor %}");
+    let all = json!([
+        {"role": "assistant", "content": "4", "reasoning": "r"},
+        {"role": "assistant", "content": "4", "thinking": "t", "x": 1},
+        {"role": "assistant", "content": "4", "reasoning": "r", "thinking": "t"},
+        {"role": "assistant", "content": "4", "thinking": "t", "reasoning_content": "c"},
+        {"role": "assistant", "content": "4", "reasoning_content": "", "reasoning": "r"},
+        {"role": "assistant", "content": "4", "thinking": null, "reasoning": "r"},
+    ]);
+    let want = r#"{"thinking": "r", "role": "assistant", "content": "4", "reasoning": "r", "reasoning_content": "r"}
+{"thinking": "t", "role": "assistant", "content": "4", "x": 1, "reasoning_content": "t"}
+{"thinking": "t", "role": "assistant", "content": "4", "reasoning": "r", "reasoning_content": "t"}
+{"thinking": "t", "role": "assistant", "content": "4", "reasoning_content": "c"}
+{"thinking": "", "role": "assistant", "content": "4", "reasoning_content": "", "reasoning": "r"}
+{"thinking": "r", "role": "assistant", "content": "4", "reasoning": "r", "reasoning_content": "r"}
+"#;
+    assert_eq!(t.render(&all, None, false, &Map::new()).unwrap(), want);
+    for template in ["chat/Qwen-Qwen3-0.6B.jinja", "templates/openai-gpt-oss.jinja"] {
+        let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture(template))).unwrap().unwrap();
+        let of = |keys: &[&str]| {
+            let mut answer = json!({"role": "assistant", "content": "4"});
+            keys.iter().for_each(|key| answer[*key] = "Add both.".into());
+            let row = json!({"messages": [{"role": "user", "content": "What is 2+2?"}, answer]});
+            read(&t, &row, &Map::new()).unwrap()
+        };
+        for keys in
+            [&["reasoning_content"][..], &["thinking"], &["reasoning"], &["thinking", "reasoning_content"]]
+        {
+            let (text, spans, notes) = of(keys);
+            assert!(text[spans[0].clone()].contains("Add both."), "{template} {keys:?}: {text}");
+            assert!(!notes.contains(&Note::Reasoning), "{template} {keys:?}");
+        }
+    }
 }
 
 #[test]

@@ -29,7 +29,7 @@ pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
     ft_recipe::Source {
         source: path.into(),
         format: Some(format),
-        form: format.has_forms().then_some(Form::Plain),
+        form: format.is_template_default().then_some(Form::Plain),
         weight: 1.0,
         split: None,
         max_samples: None,

@@ -202,6 +202,54 @@ fn prompts_of_preferences_are_not_lost() {
     assert_eq!(implicit.unwrap(), spelled.unwrap());
 }
 
+/// In form "chat", texts of pairs and rated completions are the messages that they stand for.
+#[test]
+fn texts_of_preferences_in_form_chat_are_messages() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let (q, a, b) = (turn("user", "Two?"), turn("assistant", "Yes."), turn("assistant", "No."));
+    let with = |format, form| ft_recipe::Source { form, ..source("a.jsonl", format) };
+    let spelled = |value: &str| json!([turn("system", "Be brief."), turn("user", value)]);
+    for (format, texts, messages) in [
+        (
+            Format::Preference,
+            json!({"prompt": "Two?", "chosen": "Yes.", "rejected": "No."}),
+            json!({"prompt": [q], "chosen": [a], "rejected": [b]}),
+        ),
+        (
+            Format::Preference,
+            json!({"system": "Be brief.", "prompt": "Two?", "chosen": "Yes.", "rejected": "No."}),
+            json!({"prompt": spelled("Two?"), "chosen": [a], "rejected": [b]}),
+        ),
+        (
+            Format::Unpaired,
+            json!({"prompt": "Two?", "completion": "Yes.", "label": true}),
+            json!({"prompt": [q], "completion": [a], "label": true}),
+        ),
+    ] {
+        let expected = one(messages.clone(), with(format, None), &data(500)).unwrap();
+        for row in [&texts, &messages] {
+            let chat = one(row.clone(), with(format, Some(Form::Chat)), &data(500)).unwrap();
+            assert_eq!(chat, expected, "{row}");
+        }
+        let plain = |row| one(row, with(format, Some(Form::Plain)), &data(500)).map_err(|e| e.to_string());
+        assert_ne!(plain(texts), Ok(expected));
+        assert!(plain(messages).unwrap_err().contains("holds messages, which need a chat template"));
+    }
+    let row = json!({"prompt": "Two?", "chosen": "Yes.", "rejected": "No."});
+    let [default, plain] =
+        [None, Some(Form::Plain)].map(|form| one(row.clone(), with(Format::Preference, form), &data(500)));
+    assert_eq!(default.unwrap(), plain.unwrap());
+    let mut renamed = with(Format::Preference, Some(Form::Chat));
+    renamed.fields =
+        [("role", "who"), ("content", "said")].map(|(a, b)| (a.to_string(), b.to_string())).into();
+    assert!(one(row, renamed, &data(500)).is_ok());
+    let error =
+        |row| one(row, with(Format::Preference, Some(Form::Chat)), &data(500)).unwrap_err().to_string();
+    assert!(error(json!({"prompt": "Two?", "chosen": " ", "rejected": "No."})).contains("chosen is empty"));
+    let told = error(json!({"chosen": "It is a", "rejected": "It is b"}));
+    assert!(told.contains("makes the user's message of it\n  hint: form = \"plain\""), "{told}");
+}
+
 #[test]
 fn cut_samples_are_a_warning() {
     let rows = "{\"input_ids\": [7, 8, 9, 10]}\n{\"input_ids\": [7, 8]}\n";
@@ -297,9 +345,15 @@ fn parts_of_a_source_are_its_rows() {
         assert_eq!(read, rows.clone().collect::<Vec<_>>(), "{split:?} {max_samples:?}");
         assert_eq!(d.stats.rows_read, rows.len());
     }
-    let s = ft_recipe::Source { split: Some("[50:60]".into()), ..source("*.jsonl", Format::Tokens) };
-    let error = files.load(&[s], &data(9)).unwrap_err().to_string();
-    assert!(error.contains("none of its 10 rows is in the slice"), "{error}");
+    for (split, said) in [
+        ("[50:60]", "split = \"[50:60]\" selects none of its 10 rows"),
+        ("train[:1%]", "split = \"train[:1%]\" selects none of its 10 rows"),
+        ("[5:2]", "split = \"[5:2]\" selects none of its rows"),
+    ] {
+        let s = ft_recipe::Source { split: Some(split.into()), ..source("*.jsonl", Format::Tokens) };
+        let error = files.load(&[s], &data(9)).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
     let s = ft_recipe::Source { split: Some("test[:2]".into()), ..source("a.jsonl", Format::Tokens) };
     let error = files.load(&[s], &data(9)).unwrap_err().to_string();
     assert!(error.contains("split = \"test\" is for datasets of the hub"), "{error}");
@@ -452,6 +506,9 @@ fn weights_are_exact_in_expectation() {
         let mean = count as f64 / seeds as f64;
         assert!((mean - 1.5).abs() < 0.1, "{counts:?}");
     }
+    s[0].weight = 1e8;
+    let many = files.load(&s[..1], &data(8)).unwrap_err().to_string();
+    assert!(many.contains("that is too many"), "{many}");
     s[0].weight = 0.01;
     let cfg = ft_recipe::Data { eval: s[..1].to_vec(), ..of(&s[..1], &data(8)) };
     for (part, key) in [(Part::Train, "data.train"), (Part::Eval, "data.eval")] {
@@ -482,6 +539,32 @@ fn a_share_is_held_out_of_each_source() {
     assert_ne!(ids(&load(Part::Eval, 4)), eval, "another seed, another share");
     let (both, held) = Dataset::load_both(&cfg, &resolve, None, 64, 3).unwrap();
     assert_eq!((ids(&both), ids(&held.unwrap())), (train, eval));
+    // a single sample stays for training, and nothing to evaluate on
+    let one = ft_recipe::Data { train: s[2..].to_vec(), ..cfg };
+    let told = "recipe.toml:7:3: data.eval_share: no sample is held out";
+    for alone in [
+        Dataset::load_both(&one, &resolve, None, 64, 3).map(|_| ()),
+        Dataset::load(Part::Eval, &one, &resolve, None, 64, 3).map(|_| ()),
+    ] {
+        assert!(alone.unwrap_err().to_string().starts_with(told));
+    }
+    let checked = Dataset::check(&one, &resolve, None, 64, 3, 9);
+    assert_eq!(checked.problems.len(), 1, "{:?}", checked.problems);
+    assert!(checked.problems[0].to_string().starts_with(told) && checked.train.is_some());
+}
+
+/// With a share held out, each part counts its own cut samples.
+#[test]
+fn cut_samples_are_counted_by_part() {
+    let rows: String = (0..10).map(|n| format!("{{\"text\": \"{}\"}}\n", "long ".repeat(n * 5))).collect();
+    let files = Files::new(&[("a.jsonl", &rows.replacen("\"\"", "\"a\"", 1))]);
+    let cfg = ft_recipe::Data { eval_share: 0.3, ..of(&[source("a.jsonl", Format::Text)], &data(20)) };
+    let resolve = |s: &str| files.0.path().join(s);
+    let (train, eval) = Dataset::load_both(&cfg, &resolve, Some(&tiny()), 285, 3).unwrap();
+    let eval = eval.unwrap();
+    let full = |d: &Dataset| all(d).iter().filter(|e| e.ids.len() == 20).count();
+    assert_eq!([train.stats.truncated, eval.stats.truncated], [full(&train), full(&eval)]);
+    assert!(train.stats.truncated + eval.stats.truncated >= 8);
 }
 
 #[test]
@@ -526,6 +609,21 @@ fn samples_without_weight_are_told() {
     assert_eq!(warnings(&row("0.5")), [""; 0]);
     let told = warnings(&(row("0") + &row("0.0") + &row("1")));
     assert_eq!(told, ["2 of 3 samples have a weight of 0, and do not count in the loss"]);
+}
+
+#[test]
+fn evaluation_rows_without_weight_are_refused() {
+    let row = |weight: usize| format!("{{\"text\": \"Hello\", \"weight\": {weight}}}\n");
+    let files =
+        Files::new(&[("a.jsonl", &row(1)), ("none.jsonl", &row(0)), ("some.jsonl", &(row(0) + &row(1)))]);
+    let load = |eval: &str| {
+        let eval = vec![source(eval, Format::Text)];
+        let cfg = ft_recipe::Data { eval, ..of(&[source("a.jsonl", Format::Text)], &data(9)) };
+        Dataset::load(Part::Eval, &cfg, &|s| files.0.path().join(s), Some(&tiny()), 285, 11)
+    };
+    assert_eq!(load("some.jsonl").unwrap().samples.len(), 2);
+    let told = load("none.jsonl").unwrap_err().to_string();
+    assert!(told.contains("data.eval: all samples have a weight of 0"), "{told}");
 }
 
 /// The last token of a prompt may become one with the completion's, which leaves the end-of-sequence token.
@@ -576,6 +674,9 @@ fn unsupported_and_missing_sources_are_named() {
         ("gone.jsonl", 3, "is not there"),
         ("a.csv", 3, "a.csv"),
         ("a.md", 2, "none of the files that hold rows"),
+        ("https://a.org/a.jsonl?x=1", 2, "is a URL"),
+        ("s3://a/a.jsonl", 2, "is a URL"),
+        ("file:///a.jsonl", 2, "is a URL"),
     ] {
         let error = files.load(&[source(name, Format::Text)], &data(8)).unwrap_err();
         assert!(error.to_string().contains(text), "{error}");

@@ -257,7 +257,7 @@ fn json_files_of_one_object_a_line_are_json_lines() {
         ("\u{feff}\n {\"text\": \"a\"}\r\n\r\n{\"text\": \"b\"}", None),
         ("[{\"text\": \"a\"},\n{\"text\": \"b\"}]", None),
         ("{\"text\": \"a\"}\n{\"text\": 1}\n", Some("a.json:2: text: expected a string")),
-        ("{\"text\": \"a\"}\n", Some("expected an array of rows")),
+        ("{\"text\": 1}\n", Some("a.json:1: text: expected a string")),
         ("{\n\"text\": \"a\"}\n{\"text\": \"b\"}\n", Some("expected an array of rows")),
     ] {
         let files = Files::new(&[("a.json", text)]);
@@ -269,6 +269,10 @@ fn json_files_of_one_object_a_line_are_json_lines() {
                 assert!(error.contains(said), "{error}");
             }
         }
+    }
+    for end in ["", "\n"] {
+        let files = Files::new(&[("a.json", &format!("{{\"text\": \"a\"}}{end}"))]);
+        assert_eq!(files.load(&[source("a.json", Format::Text)], &data(9)).unwrap().samples.len(), 1);
     }
 }
 

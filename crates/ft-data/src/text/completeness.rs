@@ -52,13 +52,21 @@ impl Rendering<'_> {
         marked: Option<&Marked>,
         notes: &mut Vec<Note>,
     ) -> Result<(), String> {
-        for (id, fragment) in fragments.iter().enumerate() {
+        let found = |(id, fragment): (usize, &Fragment)| {
             let whole = fragment.of(self.chat);
-            let there = match marked {
+            match marked {
                 Some(m) => m.whole.all(id).any(|at| stands(self.text, at, whole, "")),
                 None => self.found_alone(fragment, whole),
+            }
+        };
+        for (id, fragment) in fragments.iter().enumerate() {
+            // the same reasoning under another name
+            let is_same = |(_, other): &(usize, &Fragment)| {
+                fragment.kind == Kind::Reasoning
+                    && (other.message, other.kind) == (fragment.message, fragment.kind)
+                    && other.of(self.chat) == fragment.of(self.chat)
             };
-            if !there {
+            if !found((id, fragment)) && !fragments.iter().enumerate().filter(is_same).any(found) {
                 let more = |p: &Fragment| p.message == fragment.message && p.kind != Kind::Reasoning;
                 let says_more = fragments.iter().any(more);
                 self.lacks(fragment, says_more, notes)?;

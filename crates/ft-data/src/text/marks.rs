@@ -1,7 +1,7 @@
 //! Invisible marks in the strings of a conversation. The position of a mark in the rendered text shows the
 //! position of the string, regardless of look-alikes.
 
-use crate::shape::values::is_reserved;
+use crate::shape::{keys::with_reasoning, values::is_reserved};
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::Value;
@@ -63,9 +63,9 @@ fn field_mut<'a>(value: &'a mut Value, pointer: &str) -> Option<&'a mut Value> {
     }
 }
 
-/// Converts a value for use in templates.
+/// Converts a message or a list of tools for use in templates.
 pub(crate) fn jinja(value: &Value) -> Jinja {
-    Jinja::from(Serde(value))
+    Jinja::from(Serde(&*with_reasoning(value)))
 }
 
 /// A rendering with marks removed, and the (id, offset) pairs of the marks in order of offset.

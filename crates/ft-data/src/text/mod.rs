@@ -15,7 +15,7 @@ mod completeness;
 pub(crate) mod conversation;
 pub(crate) mod date;
 mod fragments;
-mod marks;
+pub(crate) mod marks;
 mod rendering;
 mod spans;
 pub(crate) mod template;

@@ -340,7 +340,7 @@ impl Marked {
             return or_stop("nothing is written at its end, so a model could not learn to stop");
         }
         if !text[own..].starts_with(closing) {
-            if rendering.stops.iter().any(|s| s == closing) {
+            if rendering.stops.iter().any(|s| s == closing.trim_start()) {
                 return Ok(Some(stop.unwrap_or(own)));
             }
             return or_stop("its end is written otherwise when a message follows");

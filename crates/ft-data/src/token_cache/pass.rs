@@ -9,7 +9,8 @@ use crate::shape::values::MISSING;
 use crate::tokenize::encode::{EncodedRow, Encoder};
 use ft_base::error::Location;
 use ft_base::store;
-use ft_recipe::{Format, OnBadRow, Source};
+use ft_base::terminal::plural;
+use ft_recipe::{Format, OnBadRow, ScoreTargets, Source};
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -54,6 +55,8 @@ pub(crate) struct SourcePass<'a> {
     /// The rows to read, and the number of rows passed.
     rows: Range<usize>,
     passed: usize,
+    /// Number of all rows, if the slice depends on it.
+    total: Option<usize>,
 }
 
 impl<'a> SourcePass<'a> {
@@ -64,7 +67,8 @@ impl<'a> SourcePass<'a> {
         writer: &'a mut StoreWriter,
     ) -> Self {
         let found = SourceStats::default();
-        Self { encoder, problems, bar, writer, found, clean: true, rows: 0..usize::MAX, passed: 0 }
+        let rows = 0..usize::MAX;
+        Self { encoder, problems, bar, writer, found, clean: true, rows, passed: 0, total: None }
     }
 
     /// Reads the files of a source, called `name` in the recipe.
@@ -84,7 +88,11 @@ impl<'a> SourcePass<'a> {
             }
         }
         if self.found.rows_read == 0 && self.clean && source.is_part() {
-            let message = format!("none of its {} rows is in the slice", self.passed);
+            // reading ends at the end of the slice
+            let all = self.total.or((self.passed < self.rows.end).then_some(self.passed));
+            let rows = all.map_or("rows".into(), |all| plural(all, "row"));
+            let split = source.split.as_deref().unwrap_or_default();
+            let message = format!("split = {split:?} selects none of its {rows}");
             return Err(Error::Empty { file: name.into(), message }.into());
         }
         if self.writer.count == 0 && self.clean {
@@ -97,19 +105,19 @@ impl<'a> SourcePass<'a> {
     }
 
     /// The rows to read, by slice and `max_samples`.
-    fn range(&self, files: &[PathBuf], source: &Source) -> Result<Range<usize>, Error> {
+    fn range(&mut self, files: &[PathBuf], source: &Source) -> Result<Range<usize>, Error> {
         let (_, slice) = source.slice();
-        let mut total = usize::MAX;
         if slice.needs_total() {
-            total = 0;
+            let mut total = 0;
             for file in files {
                 for row in Rows::open(file, self.encoder.schema)? {
                     row?;
                     total += 1;
                 }
             }
+            self.total = Some(total);
         }
-        let rows = slice.rows(total);
+        let rows = slice.rows(self.total.unwrap_or(usize::MAX));
         let most = source.max_samples.map_or(usize::MAX, |n| rows.start.saturating_add(n));
         Ok(rows.start..rows.end.min(most))
     }
@@ -118,6 +126,7 @@ impl<'a> SourcePass<'a> {
         let name = path.display().to_string();
         let at = |(line, column)| Location { file: name.clone(), line, column };
         let mut rows = Rows::open(path, self.encoder.schema)?;
+        let classes = class_names(&rows, self.encoder);
         let mut any = false;
         loop {
             let mut chunk: Vec<RawRow> = Vec::new();
@@ -143,7 +152,8 @@ impl<'a> SourcePass<'a> {
                 break;
             }
             let encoder = self.encoder;
-            let done: Vec<_> = chunk.par_iter().map(|row| encode_row(row, encoder)).collect();
+            let done: Vec<_> =
+                chunk.par_iter().map(|row| encode_row(row, encoder, classes.as_deref())).collect();
             self.bar.inc(done.len() as u64);
             for (place, result) in done {
                 self.found.rows_read += 1;
@@ -231,12 +241,30 @@ impl Drop for Cleared<'_> {
 /// A place (line, column) and the resulting sample or problem.
 type One = ((usize, usize), Result<EncodedRow<SerializedSample>, Problem>);
 
-fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
-    let value = match row.parse() {
+/// Names of the numbers in a file's column of labels, if some are the recipe's. Otherwise numbers are those of the
+/// recipe's classes.
+fn class_names(rows: &Rows, encoder: &Encoder<'_>) -> Option<Vec<String>> {
+    let (ScoreTargets::Classes(classes), Format::Labeled) = (&encoder.data.scores, encoder.schema.format)
+    else {
+        return None;
+    };
+    let names = rows.class_names(encoder.schema.name("label"))?;
+    names.iter().any(|name| classes.contains(name)).then_some(names)
+}
+
+/// Encodes a row; `classes` are names in the file of the numbers of its class.
+fn encode_row(row: &RawRow, encoder: &Encoder<'_>, classes: Option<&[String]>) -> One {
+    let mut value = match row.parse() {
         Ok(value) => value,
         Err(e) => return ((e.line, e.column), Err(Problem::Bad(e.message))),
     };
-    let made = encoder.encode(value, row.line).map(|made| made.map(|e| SerializedSample::of(&e)));
+    if let Some(Err(why)) = classes.map(|names| encoder.schema.name_class(&mut value, names)) {
+        return ((row.line, 0), Err(Problem::Bad(why)));
+    }
+    let made = encoder.encode(value, row.line).map(|made| {
+        let cut = made.cut;
+        made.map(|e| SerializedSample::of(&e).cut(cut))
+    });
     let made = made.map_err(|problem| match problem {
         Problem::Bad(message) if message.starts_with(MISSING) => {
             let hint = other_format(row, encoder.schema.format).unwrap_or_default();

@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub(crate) targets: u32,
     /// Tokens of the chosen document of a pair.
     pub(crate) chosen: u32,
-    /// Flags: [`WEIGHTS`], [`SCORED`], the content, and [`KEPT`].
+    /// Flags: [`WEIGHTS`], [`SCORED`], [`CUT`], the content, and [`KEPT`].
     pub(crate) flags: u32,
     /// Sum of the weights of the targets.
     pub(crate) weight: f64,
@@ -40,6 +40,8 @@ const UNDESIRABLE: u32 = 4;
 const DESIRABLE: u32 = 8;
 /// Flag: scored documents.
 const SCORED: u32 = 16;
+/// Flag: cut to `data.max_length`.
+const CUT: u32 = 32;
 
 /// Values of a teacher for each target, in the flags from this bit on; they follow the weights.
 const KEPT: u32 = 16;
@@ -84,7 +86,7 @@ impl Entry {
     }
 
     pub fn content(self) -> Content {
-        match self.flags & ((1 << KEPT) - 1) & !(WEIGHTS | SCORED) {
+        match self.flags & ((1 << KEPT) - 1) & !(WEIGHTS | SCORED | CUT) {
             PAIR => Content::Pair(self.chosen as usize),
             UNDESIRABLE => Content::Rated(false),
             DESIRABLE => Content::Rated(true),
@@ -103,6 +105,10 @@ impl Entry {
 
     pub fn is_scored(self) -> bool {
         self.flags & SCORED != 0
+    }
+
+    pub fn is_cut(self) -> bool {
+        self.flags & CUT != 0
     }
 
     pub fn tokens(self) -> usize {
@@ -132,6 +138,8 @@ pub struct Item {
     pub weighted: bool,
     /// Values of a teacher for each target; 0 without.
     pub kept: u32,
+    /// Whether it is cut to `data.max_length`.
+    pub cut: bool,
 }
 
 impl Item {
@@ -183,6 +191,12 @@ impl SerializedSample {
         let entry = Entry { at: 0, len, targets, chosen, flags, weight: e.weight() };
         let record = Record { entry, line: e.line as u64, digest };
         Self { tokens, record }
+    }
+
+    /// The sample, marked if it is `cut` to `data.max_length`.
+    pub fn cut(mut self, cut: bool) -> Self {
+        self.record.entry.flags |= if cut { CUT } else { 0 };
+        self
     }
 }
 

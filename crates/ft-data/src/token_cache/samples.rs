@@ -434,8 +434,8 @@ impl Reader<'_> {
         let entry = Entry::of(&self.windows[source].1.read::<ENTRY>(&part.store.records, at)?);
         let (sample, tokens) = (saturating_u32(i), saturating_u32(entry.tokens()));
         let Entry { targets, chosen, weight, .. } = entry;
-        let (weighted, kept) = (entry.has_weights(), entry.kept());
-        Ok(Item { sample, tokens, targets, chosen, weight, weighted, kept })
+        let (weighted, kept, cut) = (entry.has_weights(), entry.kept(), entry.is_cut());
+        Ok(Item { sample, tokens, targets, chosen, weight, weighted, kept, cut })
     }
 }
 

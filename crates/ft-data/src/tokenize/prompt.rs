@@ -50,8 +50,8 @@ impl PromptFormat {
     }
 
     /// The form trained by a list of sources: the first of chat, Alpaca and text found among them. Sources of
-    /// tokens, and of preferences, whose rows are texts or messages, do not show a form; they default to chat if a
-    /// chat template exists.
+    /// tokens, and of preferences without a form, whose rows are texts or messages, do not show one; they default to
+    /// chat if a chat template exists.
     pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
         let template = tokenizer.is_some_and(Tokenizer::has_template);
         let default = if template { Self::Chat } else { Self::Text };
@@ -66,10 +66,11 @@ impl PromptFormat {
         all
     }
 
-    /// The form of a source's rows; `None` for token ids and preferences.
+    /// The form of a source's rows; `None` for token ids, and for preferences without a form.
     fn of_source(source: &Source, template: bool) -> Option<Self> {
         match source.format? {
-            Format::Tokens | Format::Preference | Format::Unpaired => None,
+            Format::Tokens => None,
+            f if f.is_preference() && source.form.is_none() => None,
             _ if source.is_chat(template) => Some(Self::Chat),
             Format::Alpaca => Some(Self::Alpaca),
             _ => Some(Self::Text),

@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::shape::{messages::Chat, notes::Note};
 use crate::text::{
     conversation,
+    marks::jinja,
     template::{Template, Variables},
 };
 use ft_base::memory::on_stack;
@@ -370,7 +371,7 @@ impl Tokenizer {
         let template = self.template()?;
         let list = messages.as_array();
         let list = list.ok_or_else(|| template.fail(0, "the messages to render are not a list"))?;
-        let messages: Vec<Jinja> = list.iter().map(|m| Jinja::from(Serde(m))).collect();
+        let messages: Vec<Jinja> = list.iter().map(jinja).collect();
         let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
         let text = template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0;
         if text.is_empty() && !list.is_empty() {
@@ -379,7 +380,12 @@ impl Tokenizer {
         Ok(text)
     }
 
-    /// A variable that the chat template does not read, and the names that it has.
+    /// Whether each conversation sets this variable of chat templates itself, so that none can be given.
+    pub fn sets(variable: &str) -> bool {
+        Template::sets(variable)
+    }
+
+    /// A variable that the chat template does not read from what is given, and those that it does.
     pub fn unread<'v>(&self, vars: &'v Map<String, Value>) -> Option<(&'v str, Vec<&str>)> {
         let names = self.template.as_ref()?.names();
         let unread = vars.keys().find(|name| !names.contains(*name))?;

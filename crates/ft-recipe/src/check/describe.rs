@@ -45,10 +45,22 @@ pub(crate) fn found(value: &Value) -> String {
     match value {
         Value::Int(i128::MIN | i128::MAX) => "a number of more than 38 digits".into(),
         Value::Text(s) if s.trim().is_empty() => "an empty string".into(),
+        Value::Text(s) if s.contains('\0') => "a string with a NUL character".into(),
         Value::Text(_) => format!("the string {text}"),
         Value::Int(_) | Value::Float(_) | Value::Bool(_) => text,
         Value::Date(_) => format!("the date {text}"),
         Value::List(_) => format!("the list {text}"),
         Value::Table(_) => "a table".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_string_that_no_key_takes_is_described_by_its_reason() {
+        let said = ["a", " ", "a\0"].map(|s| found(&Value::Text(s.into())));
+        assert_eq!(said, ["the string \"a\"", "an empty string", "a string with a NUL character"]);
     }
 }

@@ -67,7 +67,7 @@ impl Cross<'_, '_> {
     fn fields(&mut self, path: &str, source: &Source) {
         let Some(format) = source.format else { return };
         // without a form, the model's template decides
-        let is_plain = format.has_forms() && source.form == Some(Form::Plain);
+        let is_plain = format.is_template_default() && source.form == Some(Form::Plain);
         let known = format.fields(!is_plain);
         let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
         for (ours, theirs) in &source.fields {

@@ -108,8 +108,9 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
         fate: Fate::Default,
         text,
     }));
-    let (draft, task) = (ctx.draft, ctx.other_task);
-    let recipe = match task {
+    let why = ctx.other_task.take().or_else(|| data::missing(&ctx));
+    let draft = ctx.draft;
+    let recipe = match why {
         Some(why) => Err(format!("{file}: {why}: no recipe is written")),
         None => settle(draft, &mut lines, name, file),
     };

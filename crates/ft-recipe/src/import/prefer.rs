@@ -2,14 +2,17 @@
 
 use super::context::{Context, Convert, Outcome, conversions, converted, needless, refused};
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
+use super::tune;
 use crate::keys::Task;
 use crate::syntax::quote;
 
 /// Keys that name the loss.
 const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
+/// The program of LLaMA-Factory, under whose name the command's verb is.
+const VERB: &str = "llamafactory-cli";
 
 conversions! {
-    task, pref_loss, pref_beta, pref_nll, smoothing, dropout;
+    task, verb, pref_loss, pref_beta, pref_nll, smoothing, dropout, factory_reference;
     "no_dropout" => |_, e| match truth(&e.value) {
         Some(false) => needless("lora.dropout says it"),
         _ => needless("lora.dropout is 0, its default"),
@@ -32,10 +35,13 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
         "axolotl" if is("process_reward_model") => "process_reward_model".into(),
         "axolotl" if is("reward_model") => "reward".into(),
         "axolotl" => word("rl"),
-        "LLaMA-Factory" => word("stage"),
+        "LLaMA-Factory" => match word(VERB).as_str() {
+            "" | "train" => word("stage"),
+            other => return Err(format!("{VERB} {other} does not train")),
+        },
+        "TRL" if entries.get("command").is_none() && entries.get("reward_funcs").is_some() => "grpo".into(),
         "TRL" => word("command"),
-        _ if word("loss._component_") == "dpoloss" => "dpo".into(),
-        _ => String::new(),
+        _ => tune::task_of(entries)?,
     };
     let loss = LOSSES.iter().map(|key| word(key)).find(|w| !w.is_empty()).unwrap_or_default();
     Ok(match (named.as_str(), loss.as_str()) {
@@ -56,6 +62,14 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
             return Err(format!("it trains with a loss that ft does not have, {loss} of {named}"));
         }
     })
+}
+
+/// The verb of LLaMA-Factory's command.
+fn verb(ctx: &mut Context<'_>, _: &Entry) -> Outcome {
+    match &ctx.other_task {
+        Some(other) => refused(other.clone()),
+        None => needless("stage says the task"),
+    }
 }
 
 /// `rl`, `reward_model`, `stage`, the verb of a command, a loss of torchtune.
@@ -94,6 +108,22 @@ fn pref_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         (Task::Sft, _) => needless("of preference tasks"),
         (Task::Dpo, "ipo") => converted(ctx.set("preference.loss", quote("ipo"), e)),
         (task, _) => needless(format!("task = {:?} has that loss", task.word())),
+    }
+}
+
+/// `ref_model` of LLaMA-Factory, and `ref_model_adapters` over it.
+fn factory_reference(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let (reference, model) = (ctx.get("ref_model"), ctx.get("model_name_or_path"));
+    let (given, own) = (reference.is_some(), reference == model);
+    let adapted = ctx.get("ref_model_adapters").is_some_and(|a| !is_off(a));
+    match e.path.as_str() {
+        _ if is_off(&e.value) => needless("not set"),
+        "ref_model" if own && adapted => needless("ref_model_adapters is over the model itself"),
+        "ref_model_adapters" if !given => needless("it is read beside ref_model only"),
+        "ref_model_adapters" if !own => {
+            refused("preference.reference = the model that ft merge makes of ref_model and this adapter")
+        }
+        _ => ctx.take("preference.reference", e),
     }
 }
 

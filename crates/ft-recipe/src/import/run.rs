@@ -8,22 +8,26 @@ use crate::syntax::quote;
 
 /// Rows of a forward pass, by the toolkits' names.
 const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
-/// Ranks as accelerate names them, and those of a node as torchrun does.
+/// Ranks as accelerate names them, and those of a node as torchrun and deepspeed do, with the nodes.
 const RANKS: &str = "launch.num_processes";
-const OF_NODE: [&str; 2] = ["launch.nproc_per_node", "launch.nproc-per-node"];
+const OF_NODE: [&str; 3] = ["launch.nproc_per_node", "launch.nproc-per-node", "launch.num_gpus"];
+const NODES: [&str; 2] = ["launch.nnodes", "launch.num_nodes"];
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
-    deepspeed, fsdp, launch, report_to, sampling;
+    deepspeed, fsdp, launch, plugins, report_to, sampling;
     "patience" => |ctx, e| ctx.take("run.patience", e),
     "cpu" => |ctx, e| ctx.switch("run.device", quote("cpu"), e),
-    "offload" => |ctx, e| ctx.switch("memory.offload", "[\"params\", \"optimizer\"]", e)
+    "offload" => |ctx, e| ctx.switch("memory.offload", OFFLOAD, e)
 }
+
+/// `memory.offload` of FSDP's option.
+const OFFLOAD: &str = "[\"params\", \"optimizer\"]";
 
 /// Ranks that the command starts; 1 if it does not say.
 fn ranks(ctx: &Context<'_>) -> f64 {
     let of = |keys: &[&str]| ctx.number(keys).filter(|n| *n >= 1.0);
-    let on_nodes = || Some(of(&OF_NODE)? * of(&["launch.nnodes"]).unwrap_or(1.0));
+    let on_nodes = || Some(of(&OF_NODE)? * of(&NODES).unwrap_or(1.0));
     of(&[RANKS]).or_else(on_nodes).unwrap_or(1.0)
 }
 
@@ -170,11 +174,15 @@ fn fsdp(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let all: Vec<String> =
         words(&e.value).iter().flat_map(|w| w.split_whitespace()).map(String::from).collect();
     let has = |w: &str| all.iter().any(|a| a == w);
-    match () {
+    let Outcome(fate, told) = match () {
         () if is_off(&e.value) => needless("off"),
         () if has("shard_grad_op") => zero(ctx, 2, e),
         () if has("full_shard") || truth(&e.value) == Some(true) => zero(ctx, 3, e),
         () => refused("parallel.zero = 2 or 3, and memory.offload = [\"params\"]"),
+    };
+    match has("offload") && fate < Fate::NotSupported {
+        true => converted(format!("{}; {told}", ctx.set("memory.offload", OFFLOAD, e))),
+        false => Outcome(fate, told),
     }
 }
 
@@ -189,8 +197,25 @@ fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
                 needless("one rank")
             }
         }
-        "launch.config_file" => needless("[parallel] has the layout: parallel.data ranks, parallel.zero"),
+        "launch.config_file" | "accelerate_config" => refused(
+            "accelerate's file is not read: write its ZeRO stage (parallel.zero), ranks (parallel.data), offload \
+             (memory.offload) and precision (model.dtype)",
+        ),
+        "launch.fsdp_offload_params" => ctx.switch("memory.offload", OFFLOAD, e),
         _ => needless("torchrun, srun, mpirun or parallel.local start processes; [parallel] has the layout"),
+    }
+}
+
+/// Plugins of axolotl: fused kernels, or others.
+fn plugins(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    let fused = ["LigerPlugin", "CutCrossEntropyPlugin"];
+    let all = words(&e.value);
+    let names = all.iter().filter_map(|path| path.rsplit('.').next());
+    let others: Vec<&str> = names.filter(|name| !fused.contains(name)).collect();
+    match (all.is_empty(), others.is_empty()) {
+        (true, _) => needless("off"),
+        (_, true) => needless("fused kernels are always used"),
+        _ => refused(format!("{}: not taken over", others.join(", "))),
     }
 }
 

@@ -39,6 +39,8 @@ pub(super) struct Builder {
     pub format: String,
     #[serde(default)]
     pub fields: BTreeMap<String, String>,
+    /// `form` of rows of text.
+    pub form: Option<String>,
     /// Whether prompts are supervised by default.
     #[serde(default)]
     pub on_input: bool,
@@ -80,6 +82,19 @@ impl<'t> From<&'t Foreign> for How<'t> {
     }
 }
 
+/// Sections of torchtune's files with keys that are known by their last part. Others are of other models and tasks.
+const SECTIONS: [&str; 9] = [
+    "checkpointer",
+    "dataloader",
+    "dataset",
+    "dataset_val",
+    "loss",
+    "lr_scheduler",
+    "model",
+    "optimizer",
+    "tokenizer",
+];
+
 /// The parsed tables. A test parses them; a build with a broken table imports nothing.
 pub(super) static TABLES: LazyLock<Option<Tables>> =
     LazyLock::new(|| toml::from_str(include_str!("tools.toml")).ok());
@@ -118,15 +133,17 @@ impl Tool {
         self.row(shared, path).or_else(|| self.hint(path).map(How::from))
     }
 
-    /// The entry of the table of hints: by the first part of the path, torchtune's by the last one too, unless the
-    /// first one has no counterpart.
+    /// The entry of the table of hints: by the first part of the path, in the known sections of torchtune by the last
+    /// one too, unless the first one has no counterpart.
     fn hint(&self, path: &str) -> Option<&'static Foreign> {
         let of = |name: Option<&str>| {
             let found = Foreign::key(name?)?;
             found.of.chars().any(|l| self.letters.contains(l)).then_some(found)
         };
-        let last = || path.rsplit('.').next().filter(|_| self.letters == "U");
-        let first = of(path.split('.').next());
+        let section = path.split('.').next();
+        let known = self.letters == "U" && section.is_some_and(|s| SECTIONS.contains(&s));
+        let last = || path.rsplit('.').next().filter(|_| known);
+        let first = of(section);
         first.filter(|f| f.none.is_some()).or_else(|| of(last())).or(first)
     }
 

@@ -2,7 +2,7 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{Format, Mask, PreferenceLoss, find_key};
+use crate::keys::{Form, Format, Mask, Offload, PreferenceLoss, Reference, find_key};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
@@ -126,6 +126,13 @@ fn imported_batches_become_rows_of_a_step() {
     assert_eq!(r.run.batch_rows, 16, "a share of a row is no number of rows");
 }
 
+/// Keys of a recipe of reinforcement learning, with folders of several models.
+const PPO: &str = "output_dir: o\npolicy_model: {_component_: torchtune.models.mistral.mistral_7b}\n\
+    dataset: {_component_: torchtune.datasets.text_completion_dataset, source: d, column: prompt}\n\
+    checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: m, output_dir: o}\n\
+    value_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: v, output_dir: v}\n\
+    ppo_epochs: 1\nkl_coeff: 0.01\nloss: {_component_: torchtune.rlhf.loss.PPOLoss, epsilon: 0.2}\n";
+
 #[test]
 fn another_task_is_refused_by_name() {
     for (text, named) in [
@@ -139,9 +146,132 @@ fn another_task_is_refused_by_name() {
         ("base_model: m\nprocess_reward_model: true\ndatasets: [{path: a}]", "process_reward_model"),
         ("python examples/grpo.py --model_name_or_path m --dataset_name d", "grpo"),
         ("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nbeta: 0.2", "`command: dpo`"),
+        ("model_name_or_path: m\ndataset_name: d\nreward_funcs: [think_format_reward]", "grpo"),
+        ("llamafactory-cli export --model_name_or_path m --export_dir o", "llamafactory-cli export does not"),
+        (PPO, "ppo"),
+        (
+            "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\ncheckpointer: {checkpoint_dir: m}\n\
+             dataset: {_component_: preference_dataset, source: d}\n",
+            "no translation, RSOLoss",
+        ),
+        (
+            "model: {_component_: torchtune.models.llama3_2_vision.lora_llama3_2_vision_11b}\n\
+             checkpointer: {checkpoint_dir: m}\n\
+             dataset: {_component_: torchtune.datasets.multimodal.the_cauldron_dataset, subset: ocrvqa}\n",
+            "a model of images, lora_llama3_2_vision_11b",
+        ),
+        (
+            "model: {_component_: x.qwen2_7b}\ncheckpointer: {checkpoint_dir: m}\ntasks: [truthfulqa_mc2]",
+            "evaluates",
+        ),
+        (
+            "model: {_component_: x.qwen2_7b}\ncheckpointer: {checkpoint_dir: m}\nprompt: {user: hi}",
+            "ft chat",
+        ),
+        ("model_name_or_path: m\nexport_dir: o\nfinetuning_type: lora", "ft merge"),
+        ("base_model: m\nadapter: lora", "datasets names no training data"),
     ] {
         let refused = of(text).recipe.expect_err(text);
         assert!(refused.contains(named), "{text}: {refused}");
+    }
+}
+
+/// torchtune's folders of other models are not those of the model, but for the reference of DPO.
+#[test]
+fn only_the_checkpointer_of_the_model_names_it() {
+    let fates = |text: &str, keys: [&str; 3]| {
+        let imported = of(text);
+        keys.map(|key| fate(&imported, key))
+    };
+    let keys = ["value_checkpointer.checkpoint_dir", "value_checkpointer.output_dir", "kl_coeff"];
+    assert_eq!(fates(PPO, keys), [Fate::NotSupported; 3], "{}", listing(&of(PPO)));
+    let other = "rival: {checkpoint_dir: v, output_dir: v, max_seq_len: 3}\n";
+    let keys = ["rival.checkpoint_dir", "rival.output_dir", "rival.max_seq_len"];
+    let dpo = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ncheckpointer: {checkpoint_dir: a/m/}\n\
+               dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}\n\
+               loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n\
+               ref_checkpointer: {checkpoint_dir: a/m, checkpoint_files: [x], model_type: LLAMA3}\n";
+    assert_eq!(fates(&format!("{dpo}{other}"), keys), [Fate::Unknown; 3]);
+    let keys = ["checkpoint_dir", "checkpoint_files", "model_type"].map(|k| format!("ref_checkpointer.{k}"));
+    let keys = [&*keys[0], &*keys[1], &*keys[2]];
+    assert_eq!(fates(dpo, keys), [Fate::NoEffect; 3], "{}", listing(&of(dpo)));
+    let r = recipe(dpo);
+    assert_eq!(
+        (r.task, r.preference.reference, r.model.source.as_str()),
+        (Task::Dpo, Reference::Base, "a/m")
+    );
+    let r = recipe(&dpo.replace("dir: a/m,", "dir: b/,"));
+    assert_eq!((r.preference.reference, r.model.source.as_str()), (Reference::Other("b".into()), "a/m"));
+}
+
+/// Texts of pairs and of rated completions go through the chat template where the toolkit puts them there.
+#[test]
+fn texts_of_pairs_are_conversations_where_they_are_there() {
+    let form = |text: &str| recipe(text).data.train[0].form;
+    let axolotl = "base_model: m\nadapter: lora\nrl: RL\ndatasets: [{path: a.jsonl, type: TYPE}]\n";
+    for (rl, kind, expected) in [
+        ("dpo", "chatml.intel", Some(Form::Chat)),
+        ("orpo", "chat_template.argilla", Some(Form::Chat)),
+        ("kto", "llama3.ultra", Some(Form::Chat)),
+        ("dpo", "user_defined.default", None),
+    ] {
+        assert_eq!(form(&axolotl.replace("RL", rl).replace("TYPE", kind)), expected, "{kind}");
+    }
+    let reward = "base_model: m\nadapter: lora\nreward_model: true\n\
+                  datasets: [{path: a.jsonl, type: bradley_terry.chat_template}]\n";
+    assert_eq!(form(reward), Some(Form::Chat));
+    let factory = "model_name_or_path: m\nfinetuning_type: lora\ndataset: a\nstage: ";
+    let forms = ["dpo", "kto", "rm", "sft"].map(|stage| form(&format!("{factory}{stage}\n")));
+    assert_eq!(forms, [Some(Form::Chat), Some(Form::Chat), Some(Form::Chat), None]);
+    let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft";
+    assert_eq!(["dpo", "kto"].map(|verb| form(&format!("trl {verb} {trl}"))), [None; 2], "texts as they are");
+}
+
+/// The reference of LLaMA-Factory: a model, or an adapter over the model itself.
+#[test]
+fn a_reference_may_be_an_adapter() {
+    let text = "model_name_or_path: m\nfinetuning_type: lora\nstage: dpo\ndataset: a\n";
+    let reference = |more: &str| {
+        let imported = of(&format!("{text}{more}"));
+        (parsed(&imported).preference.reference, fate(&imported, "ref_model_adapters"))
+    };
+    let other = |name: &str| Reference::Other(name.into());
+    assert_eq!(reference("ref_model: m\nref_model_adapters: ad\n"), (other("ad"), Fate::Taken));
+    assert_eq!(reference("ref_model: z\nref_model_adapters: ad\n"), (other("z"), Fate::NotSupported));
+    assert_eq!(reference("ref_model_adapters: ad\n"), (Reference::Base, Fate::NoEffect));
+}
+
+/// FSDP's offload, under each of its names, and ranks of a launcher.
+#[test]
+fn launchers_and_fsdp_are_imported() {
+    let axolotl = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\n";
+    let trl = "sft.py --model_name_or_path m --dataset_name d --use_peft";
+    for text in [
+        format!("{axolotl}fsdp_config: {{offload_params: true}}\n"),
+        format!("{axolotl}fsdp_config: {{fsdp_offload_params: true}}\n"),
+        format!("{axolotl}fsdp: [full_shard, offload]\n"),
+        format!("accelerate launch --fsdp_offload_params true {trl}"),
+    ] {
+        let memory = recipe(&text).memory;
+        assert!(memory.offloads(Offload::Params) && memory.offloads(Offload::Optimizer), "{text}");
+    }
+    assert!(recipe(&format!("{axolotl}fsdp_config: {{offload_params: false}}\n")).memory.offload.is_none());
+    let imported = of(&format!("accelerate launch --config_file a.yaml --num_processes 4 {trl}"));
+    assert_eq!(fate(&imported, "launch.config_file"), Fate::NotSupported, "{}", listing(&imported));
+    assert_eq!(recipe(&format!("deepspeed --num_gpus 4 --num_nodes 2 {trl}")).parallel.data, 8);
+}
+
+/// One key packs training and evaluation data.
+#[test]
+fn a_second_packing_is_told() {
+    let text = "model: {_component_: x.lora_llama3, lora_attn_modules: [q_proj]}\ncheckpointer: {checkpoint_dir: m}\n\
+                dataset: {_component_: chat_dataset, source: a, packed: true}\n\
+                dataset_val: {_component_: chat_dataset, source: b, packed: OF_EVAL}\n";
+    for (packed, expected) in [("true", Fate::NoEffect), ("false", Fate::NotSupported)] {
+        let imported = of(&text.replace("OF_EVAL", packed));
+        assert_eq!(fate(&imported, "dataset.packed"), Fate::Converted);
+        assert_eq!(fate(&imported, "dataset_val.packed"), expected, "{}", listing(&imported));
+        assert!(parsed(&imported).data.pack);
     }
 }
 
@@ -427,6 +557,7 @@ fn masks_of_trl_agree_with_their_list() {
 fn values_that_lose_something_are_not_supported() {
     let axolotl =
         "base_model: m\nadapter: lora\nval_set_size: 0.1\ndatasets: [{path: a.jsonl, type: chat_template}]\n";
+    let bare = "base_model: m\nadapter: lora\n";
     let factory = "model_name_or_path: m\nfinetuning_type: lora\ndataset: a\n";
     let trl = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\n";
     let tune =
@@ -438,12 +569,29 @@ fn values_that_lose_something_are_not_supported() {
         (axolotl, "chat_template: tokenizer_default", Fate::NoEffect),
         (axolotl, "chat_template: chatml", Fate::NotSupported),
         (axolotl, "early_stopping_patience: 3", Fate::NoEffect),
+        (bare, "datasets: [{path: a.jsonl, train_on_eos: none}]", Fate::NotSupported),
+        (bare, "datasets: [{path: a.jsonl, train_on_eos: last}]", Fate::NotSupported),
+        (bare, "datasets: [{path: a.jsonl, train_on_eos: turn}]", Fate::NoEffect),
+        (axolotl, "plugins: [axolotl.integrations.liger.LigerPlugin]", Fate::NoEffect),
+        (
+            axolotl,
+            "plugins: [axolotl.integrations.liger.LigerPlugin, axolotl.integrations.spectrum.SpectrumPlugin]",
+            Fate::NotSupported,
+        ),
+        (axolotl, "dpo_use_weighting: true", Fate::NotSupported),
+        (axolotl, "max_prompt_len: 512", Fate::NotSupported),
+        (axolotl, "merge_lora: true", Fate::NoEffect),
+        (axolotl, "ddp_timeout: 600", Fate::Taken),
         (trl, "eos_token: <|im_end|>", Fate::NotSupported),
         (trl, "eos_token: </s>", Fate::NoEffect),
         (trl, "bnb_4bit_use_double_quant: false", Fate::NotSupported),
         (factory, "double_quantization: false", Fate::NotSupported),
         (factory, "double_quantization: true", Fate::NoEffect),
         (factory, "template: qwen", Fate::NotSupported),
+        (factory, "split_special_tokens: true", Fate::NotSupported),
+        (factory, "split_special_tokens: false", Fate::NoEffect),
+        (factory, "preserve_thinking: true", Fate::NotSupported),
+        (trl, "target_parameters: [mlp.experts.gate_up_proj]", Fate::NotSupported),
         (tune, "tokenizer: {prompt_template: torchtune.data.SummarizeTemplate}", Fate::NotSupported),
         (tune, "tokenizer: {prompt_template: {user: [a, b]}}", Fate::NotSupported),
         (tune, "tokenizer: {prompt_template: null}", Fate::NoEffect),
@@ -511,7 +659,7 @@ fn imported_keys_have_reasons_of_their_own() {
     Taken context_parallel_dim parallel.context = 2
     NoEffect batch_size_val evaluation takes run.micro_rows at a time
     NoEffect tensor_parallel_plan._component_ parallel.tensor has one plan: heads of attention, and columns of the feed-forward
-    Converted dataset._component_ source = "tatsu-lab/alpaca", mask = "none": prompts are targets too
+    NotSupported dataset._component_ source = "tatsu-lab/alpaca", mask = "none": prompts are targets too; there the user's message has the text of Alpaca's prompt, here instruction and input alone: write prompts with that text, and completions, into the rows
 
     NoEffect command task = "sft" is next-token training
     NotSupported model_name_or_path model.source = "$M": variables are not expanded here: write the value
@@ -544,7 +692,11 @@ fn dataset_info_describes_sources() {
             let info = r#"{"mine": {"file_name": "rows.json", "columns": {"prompt": "q", "response": "a"}},
                 "talk": {"hf_hub_url": "x/y", "formatting": "sharegpt", "split": "train", "columns": {"messages": "conversations"}},
                 "pairs": {"file_name": "b.json", "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
-                "plain": {"file_name": "c.json", "columns": {"prompt": "prompt", "chosen": "good"}}}"#;
+                "plain": {"file_name": "c.json", "columns": {"prompt": "prompt", "chosen": "good"}},
+                "rated": {"file_name": "d.json", "formatting": "sharegpt",
+                    "columns": {"messages": "messages", "kto_tag": "liked"}},
+                "lists": {"file_name": "e.json", "formatting": "sharegpt", "ranking": true,
+                    "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"}}}"#;
             (path == "dir/dataset_info.json").then(|| info.into())
         }
         fn groups(&self, _: &str) -> Option<Vec<String>> {
@@ -577,4 +729,12 @@ fn dataset_info_describes_sources() {
         (None, "good"),
         "LLaMA-Factory's default is instruction"
     );
+    assert_eq!(plain.data.train[0].form, Some(Form::Chat), "rows of texts");
+    let lists = parsed(&import(&pairs.replace("pairs", "lists"), "a.yaml", &Info).expect("an import"));
+    assert_eq!((lists.data.train[0].form, lists.data.train[0].fields["prompt"].as_str()), (None, "talk"));
+    let rated = import(&pairs.replace("dpo", "kto").replace("pairs", "rated"), "a.yaml", &Info);
+    let rated = rated.expect("an import");
+    assert_eq!(fate(&rated, "dataset"), Fate::NotSupported, "{}", listing(&rated));
+    let fields = parsed(&rated).data.train[0].fields.clone();
+    assert_eq!(fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(), ["label=liked"]);
 }

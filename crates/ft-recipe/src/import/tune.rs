@@ -1,12 +1,12 @@
 //! Keys of torchtune alone.
 
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
-use super::read::{Entry, number, text, truth};
+use super::read::{Entries, Entry, number, text, truth};
 use crate::keys::Method;
 use crate::syntax::quote;
 
 conversions! {
-    tune_model, tune_folder, tune_length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
+    tune_model, tune_folder, tune_reference, tune_length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
     "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
     "tune_head" => |ctx, e| target(ctx, e, "head")
 }
@@ -20,10 +20,32 @@ pub(super) fn is_lora(component: &str) -> bool {
     ["lora_", "qlora_", "dora_", "qdora_"].iter().any(|p| last(component).starts_with(p))
 }
 
+/// The task, by the model, the loss and sections of reinforcement learning; an error says it in words.
+pub(super) fn task_of(entries: &Entries) -> Result<String, String> {
+    let word = |key: &str| entries.get(key).and_then(text).unwrap_or_default();
+    let has = |section: &str| entries.list.iter().any(|e| e.path.split('.').next() == Some(section));
+    let (model, loss) = (word("model._component_"), word("loss._component_"));
+    let name = last(&loss).to_lowercase();
+    Ok(match name.strip_suffix("loss").unwrap_or_default() {
+        _ if is_of_images(&model) => return Err(format!("it trains a model of images, {}", last(&model))),
+        _ if name.contains("grpo") || has("grpo_samples") => "grpo".into(),
+        _ if name.contains("ppo") || has("ppo_epochs") || has("policy_model") => "ppo".into(),
+        "dpo" => "dpo".into(),
+        _ if loss.contains(".rlhf.") => {
+            return Err(format!("it trains with a loss that has no translation, {}", last(&loss)));
+        }
+        _ => String::new(),
+    })
+}
+
+fn is_of_images(component: &str) -> bool {
+    component.contains("vision") || component.contains("multimodal")
+}
+
 fn tune_model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let path = text(&e.value).unwrap_or_default();
     let builder = last(&path);
-    if path.contains("vision") || path.contains("multimodal") || path.contains("classifier") {
+    if is_of_images(&path) || path.contains("classifier") {
         return refused(format!(
             "{builder}: ft trains language models, as checkpointer.checkpoint_dir has them"
         ));
@@ -56,9 +78,24 @@ fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
     }
 }
 
+/// The folder of a model in Hugging Face's layout.
+fn folder(path: &str) -> &str {
+    path.trim_end_matches('/').trim_end_matches("/original")
+}
+
+/// `ref_checkpointer.checkpoint_dir`: the reference of training in full, which is mostly the model itself.
+fn tune_reference(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(path) = text(&e.value) else { return needless("not set") };
+    let own = ctx.get("checkpointer.checkpoint_dir").and_then(text);
+    if own.is_some_and(|own| folder(&own) == folder(&path)) {
+        return needless("preference.reference = \"base\", its default, is the model as the run begins");
+    }
+    converted(ctx.set("preference.reference", quote(folder(&path)), e))
+}
+
 fn tune_folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(path) = text(&e.value) else { return needless("not set") };
-    let plain = path.trim_end_matches('/').trim_end_matches("/original");
+    let plain = folder(&path);
     let set = ctx.set("model.source", quote(plain), e);
     if plain == path { Outcome(Fate::Taken, set) } else { converted(set) }
 }
@@ -90,7 +127,7 @@ fn tune_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             needless("cross-entropy, in chunks of targets, is the loss")
         }
         Some("DPOLoss") => converted(ctx.set("task", quote("dpo"), e)),
-        _ => refused("the loss is the cross-entropy of the targets"),
+        _ => refused(ctx.other_task.as_deref().unwrap_or("the loss is the cross-entropy of the targets")),
     }
 }
 

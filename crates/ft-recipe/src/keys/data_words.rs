@@ -50,6 +50,11 @@ impl Format {
 
     /// Whether `form` chooses between the chat template and plain text.
     pub fn has_forms(self) -> bool {
+        self.is_template_default() || self.is_preference()
+    }
+
+    /// Whether rows go through the chat template by default, if the model has one.
+    pub fn is_template_default(self) -> bool {
         matches!(self, Format::Alpaca | Format::Completion)
     }
 

@@ -189,11 +189,13 @@ impl Source {
         self.max_samples.is_some() || self.slice().1 != Slice::ALL
     }
 
-    /// Whether rows go through the chat template; `template`: the model has one.
+    /// Whether rows of texts go through the chat template; `template`: the model has one.
     pub fn is_chat(&self, template: bool) -> bool {
         match self.format {
             Some(Format::Messages) => true,
-            Some(f) if f.has_forms() => self.form.map_or(template, |f| f == Form::Chat),
+            Some(f) if f.has_forms() => {
+                self.form.map_or(template && f.is_template_default(), |form| form == Form::Chat)
+            }
             _ => false,
         }
     }

@@ -267,8 +267,10 @@ table! {
         source: String = Text, Required;
         /// The shape of the rows.
         format: Option<Format> = Word(Format::WORDS), Absent("what fits the first row, and said");
-        /// How rows of prompt and completion, question and answer, or instruction become text.
-        form: Option<Form> = Word(Form::WORDS), Absent("chat if the model has a chat template, and said");
+        /// How rows of prompt and completion, question and answer, or instruction become text, and the texts of pairs
+        /// and rated completions.
+        form: Option<Form> = Word(Form::WORDS),
+            Absent("chat if the model has a chat template, plain for pairs and rated completions, and said");
         /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
         /// Split of a hub dataset or of a folder of `save_to_disk`, and a slice of its rows or of a file's: `train[:20%]`, `train[100:200]`, `[-50:]`.

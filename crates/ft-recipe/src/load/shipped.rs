@@ -64,6 +64,14 @@ impl Shipped {
         self.text.lines().next().unwrap_or("").trim_start_matches('#').trim()
     }
 
+    /// The part of the header comment about what the recipe needs.
+    pub fn needs(&self) -> String {
+        let of = |line: &&str, word: &str| line.trim_start().starts_with(word);
+        let header = self.text.lines().map_while(|line| line.strip_prefix('#'));
+        let needs = header.skip_while(|line| !of(line, "needs ")).take_while(|line| !of(line, "start "));
+        needs.collect::<Vec<_>>().join("\n")
+    }
+
     /// Finds the recipe `name`, with or without `.toml`.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use super::parameters::Parameters;
 use crate::cli::serve::generate::Prompt;
 use crate::cli::serve::state::ServerState;
 use crate::infer::Prompter;
-use ft_data::PromptFormat;
+use ft_data::{PromptFormat, Tokenizer};
 use serde_json::{Map, Value, json};
 
 /// Prompts of a request.
@@ -143,8 +143,7 @@ fn template_variables(p: &mut Parameters, prompt: &Prompter) -> Result<Map<Strin
         Some(Value::Object(variables)) => variables,
         Some(_) => return fail("an object is wanted".into()),
     };
-    let own = ["messages", "tools", "add_generation_prompt"];
-    if let Some(key) = variables.keys().find(|k| own.contains(&k.as_str())) {
+    if let Some(key) = variables.keys().find(|k| Tokenizer::sets(k)) {
         return fail(format!("{key} is not a variable of one's own"));
     }
     check_read(KEY, &variables, prompt)?;
@@ -166,6 +165,9 @@ fn check_read(key: &str, variables: &Map<String, Value>, prompt: &Prompter) -> R
         return fail("the model was not trained with a chat template".into());
     }
     match prompt.tokenizer.unread(variables) {
+        Some((name, known)) if known.is_empty() => {
+            fail(format!("the template reads no {name:?}, nor any other"))
+        }
         Some((name, known)) => fail(format!("the template reads no {name:?}; it reads {}", known.join(", "))),
         None => Ok(()),
     }

@@ -6,7 +6,7 @@ use crate::cli::serve::api::{ApiError, Endpoint, Json, Reply, Request, parse};
 use crate::cli::serve::generate::{Job, Refused};
 use crate::cli::serve::state::ServerState;
 use crate::train::signals::Signals;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
@@ -127,13 +127,20 @@ async fn read(state: &ServerState, body: Body) -> Result<(Vec<u8>, Option<OwnedS
         let message = format!("the body did not arrive within {} s", limits.body_time.as_secs());
         ApiError::new(StatusCode::REQUEST_TIMEOUT, message)
     };
+    let large = || {
+        let message = format!("the body has more than {} bytes", limits.body_bytes);
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
+    };
+    // by its Content-Length, before it arrives
+    if body.size_hint().lower() > limits.body_bytes as u64 {
+        return Err(large());
+    }
     let mut parts = body.into_data_stream();
     let (mut bytes, mut held) = (Vec::new(), None::<OwnedSemaphorePermit>);
     while let Some(part) = timeout_at(end, parts.next()).await.map_err(slow)? {
         let part = part.map_err(|e| ApiError::new(StatusCode::BAD_REQUEST, e.to_string()))?;
         if bytes.len() + part.len() > limits.body_bytes {
-            let message = format!("the body has more than {} bytes", limits.body_bytes);
-            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+            return Err(large());
         }
         let more = state.room.clone().try_acquire_many_owned(part.len() as u32);
         let more = more.map_err(|_| ApiError::busy("too many large requests wait already"))?;

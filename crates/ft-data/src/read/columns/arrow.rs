@@ -3,7 +3,7 @@
 //! A stream is a sequence of messages: the schema, dictionaries, and batches of rows. A file is such a stream between
 //! a mark and an index, which is not used. The lengths that a message states are checked before it is read.
 
-use super::cells;
+use super::{FEATURES, cells, class_names};
 use crate::error::Error;
 use crate::read::row::RawRow;
 use crate::shape::schema::Schema;
@@ -61,6 +61,11 @@ impl Batches {
         let read = schema.fields().iter().map(|f| rows.reads(f.name())).collect();
         let (batch, next, row, dictionaries) = Default::default();
         Ok(Self { messages, schema, dictionaries, batch, next, row, read, path: path.into() })
+    }
+
+    /// Names of the numbers in a column of classes, if the file has them.
+    pub fn class_names(&self, column: &str) -> Option<Vec<String>> {
+        class_names(self.schema.metadata().get(FEATURES)?, column)
     }
 
     /// Returns the next row.

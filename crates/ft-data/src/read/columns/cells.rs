@@ -1,5 +1,6 @@
 //! Values of Arrow's types as JSON.
 
+use super::not_finite;
 use crate::read::row::{LONGEST_ROW, too_long};
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Decimal32Type, Decimal64Type, Decimal128Type, Decimal256Type};
@@ -21,8 +22,24 @@ pub(super) fn object<'a>(
     i: usize,
 ) -> Result<Vec<u8>, String> {
     let mut out = Vec::new();
-    write_object(fields, i, true, &mut out)?;
+    let fields: Vec<_> = fields.collect();
+    for (field, array, _) in fields.iter().filter(|(.., read)| *read) {
+        finite(*array, i).map_err(|why| format!("{}: {why}", field.name()))?;
+    }
+    write_object(fields.into_iter(), i, true, &mut out)?;
     Ok(out)
+}
+
+/// Refuses a number that JSON does not have. As null, it would be an absent one.
+fn finite(array: &dyn Array, i: usize) -> Written {
+    let number = match array.data_type() {
+        _ if is_null(array, i) => return Ok(()),
+        DataType::Float16 => array.as_primitive::<Float16Type>().value(i).to_f64(),
+        DataType::Float32 => f64::from(array.as_primitive::<Float32Type>().value(i)),
+        DataType::Float64 => array.as_primitive::<Float64Type>().value(i),
+        _ => return Ok(()),
+    };
+    if number.is_finite() { Ok(()) } else { Err(not_finite(number)) }
 }
 
 /// Writes an object, with or without its `nulls`.

@@ -13,3 +13,21 @@ mod parquet;
 
 pub(super) use arrow::Batches;
 pub(super) use parquet::Columns;
+
+use serde_json::Value;
+
+/// Key of a file's metadata under which the datasets package describes columns, as JSON.
+const FEATURES: &str = "huggingface";
+
+/// The message about a number that JSON does not have.
+fn not_finite(number: f64) -> String {
+    format!("{number} is not a finite number")
+}
+
+/// Names of the numbers in a column of classes, by the description of the columns.
+fn class_names(features: &str, column: &str) -> Option<Vec<String>> {
+    let features: Value = serde_json::from_str(features).ok()?;
+    let feature = features.pointer("/info/features")?.get(column)?;
+    let names = feature.get("names").filter(|_| feature.get("_type").is_some_and(|t| t == "ClassLabel"))?;
+    names.as_array()?.iter().map(|name| name.as_str().map(str::to_string)).collect()
+}

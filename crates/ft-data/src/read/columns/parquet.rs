@@ -1,9 +1,9 @@
 //! Rows of Parquet files.
 
-use super::{levels, pages};
+use super::{FEATURES, class_names, levels, not_finite, pages};
 use crate::error::Error;
 use crate::read::row::RawRow;
-use crate::shape::schema::Schema;
+use crate::shape::{schema::Schema, values::parsed};
 use ft_base::store;
 use ft_base::store::json;
 use ft_base::terminal::panics::caught;
@@ -43,6 +43,12 @@ impl Columns {
         Ok(Self { file, group: 0, rows: None, path: path.into(), row: 0, read })
     }
 
+    /// Names of the numbers in a column of classes, if the file has them.
+    pub fn class_names(&self, column: &str) -> Option<Vec<String>> {
+        let metadata = self.file.metadata().file_metadata().key_value_metadata()?;
+        class_names(metadata.iter().find(|m| m.key == FEATURES)?.value.as_ref()?, column)
+    }
+
     /// Returns the next row.
     pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
         let row = loop {
@@ -57,7 +63,12 @@ impl Columns {
         };
         self.row += 1;
         let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
-        let bytes = match object(fields) {
+        let fields: Vec<_> = fields.collect();
+        let checked = fields
+            .iter()
+            .filter(|(.., read)| *read)
+            .try_for_each(|(name, field, _)| finite(field).map_err(|why| format!("{name}: {why}")));
+        let bytes = match checked.and_then(|()| object(fields.into_iter())) {
             Ok(row) => serde_json::to_vec(&row).map_err(|e| e.to_string()),
             Err(why) => Err(why.trim_start_matches(['.', ':', ' ']).to_string()),
         };
@@ -133,6 +144,17 @@ fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(),
     Ok(())
 }
 
+/// Refuses a number that JSON does not have. As null, it would be an absent one.
+fn finite(field: &Field) -> Result<(), String> {
+    let number = match field {
+        Field::Float16(x) => f64::from(*x),
+        Field::Float(x) => f64::from(*x),
+        Field::Double(x) => *x,
+        _ => return Ok(()),
+    };
+    if number.is_finite() { Ok(()) } else { Err(not_finite(number)) }
+}
+
 /// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 and invalid JSON are an
 /// error if the field is `read`.
 fn value(field: &Field, read: bool) -> Result<Value, String> {
@@ -151,7 +173,7 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
         Field::Float16(x) => float(f64::from(*x)),
         Field::Float(x) => float(f64::from(*x)),
         Field::Double(x) => float(*x),
-        Field::Str(text) => match json::value(text.as_bytes()) {
+        Field::Str(text) => match parsed(text.as_bytes()) {
             Ok(value) => value,
             Err(e) if read => return Err(format!(": {}", json::describe(&e, "not JSON"))),
             Err(_) => text.as_str().into(),

@@ -53,12 +53,26 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     Ok(())
 }
 
-/// The names in the tags of a template: variables, attributes, filters. Stops at the first error, because the
-/// tokenizer repeats it without end.
+/// Names in tags that are no variables.
+const WORDS: &str = "and block break call continue defined do elif else endblock endcall endfilter endfor endif endmacro \
+    endset endwith False false filter for if in is loop macro None none not or recursive set True true with";
+
+/// The names in the tags of a template that may be variables, its own ones among them: not those of attributes, filters,
+/// tests and functions. Stops at the first error, because the tokenizer repeats it without end.
 pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
-    let tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok);
-    let name = |(token, _)| if let Token::Ident(name) = token { Some(name.to_string()) } else { None };
-    tokens.filter_map(name).collect()
+    let mut tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok).map(|(t, _)| t).peekable();
+    let (mut names, mut before) = (BTreeSet::new(), None);
+    while let Some(token) = tokens.next() {
+        if let Token::Ident(name) = token
+            && !matches!(before, Some(Token::Dot | Token::Pipe | Token::Ident("is" | "filter")))
+            && !matches!(tokens.peek(), Some(Token::ParenOpen))
+            && !WORDS.split(' ').any(|word| word == name)
+        {
+            names.insert(name.to_string());
+        }
+        before = Some(token);
+    }
+    names
 }
 
 /// Reason for refusing a template.

@@ -72,7 +72,7 @@ pub(crate) struct Template {
     /// Template sources, and the sorted set of all byte windows in them.
     sources: Vec<String>,
     windows: OnceLock<Vec<[u8; WINDOW]>>,
-    /// Names in the tags.
+    /// Names that may be variables.
     names: BTreeSet<String>,
     /// Number of renderings over budget, and the first such error.
     spent: AtomicU32,
@@ -104,7 +104,8 @@ impl Template {
         let (source, generation) = generation_blocks(source);
         self.has_generation |= generation;
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
-        self.names.extend(guard::names(&source, self.env.syntax()));
+        let names = guard::names(&source, self.env.syntax());
+        self.names.extend(names.into_iter().filter(|name| !Self::sets(name)));
         self.sources.push(source.clone());
         let mut env = self.env.clone();
         // a separate thread with enough stack for deeply nested templates
@@ -141,7 +142,12 @@ impl Template {
         windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
     }
 
-    /// The names in the tags; a variable without its name here has no effect.
+    /// Whether every rendering sets this variable itself; documents are given, if any.
+    pub fn sets(name: &str) -> bool {
+        name != "documents" && Context::OWN.contains(&name)
+    }
+
+    /// The names that may be variables, beside those of every rendering; another variable has no effect.
     pub fn names(&self) -> &BTreeSet<String> {
         &self.names
     }

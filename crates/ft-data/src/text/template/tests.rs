@@ -17,6 +17,25 @@ fn render(source: &str) -> Result<String, String> {
     out.map(|o| o.0).map_err(|e| e.to_string())
 }
 
+/// Attributes, filters, tests, functions and words of the syntax are none, nor what each rendering sets.
+#[test]
+fn names_of_variables_are_found() {
+    for (source, names) in [
+        ("{% for message in messages %}{{ message.content | trim }}{{ x }}{% endfor %}", "message x"),
+        ("{% set thinking = thinking | default(true) %}{{ thinking }}", "thinking"),
+        (
+            "{% if a is not defined and b is string %}{% elif d %}{% endif %}{{ range(w)[v:][u] }}",
+            "a b d u v w",
+        ),
+        ("{% generation %}{{ c }}{% endgeneration %}{{ documents }}", "c documents"),
+        ("{{ tools }}{{ add_generation_prompt }}{{ raise_exception(e) if not f else none }}", "e f"),
+    ] {
+        let template = Template::new("t.jinja", source, None).unwrap_or_else(|e| panic!("{source}: {e}"));
+        let read: Vec<&str> = template.names().iter().map(String::as_str).collect();
+        assert_eq!(read.join(" "), names, "{source}");
+    }
+}
+
 /// Without bounds, these would take minutes, gigabytes, or overflow the stack.
 #[test]
 fn hostile_templates_end_with_an_error() {

@@ -64,10 +64,16 @@ fn preferred(task: Task, source: &mut Source, key: &str, value: &Value) -> Optio
                 _ => &[],
             };
             source.fields.extend(names.iter().map(|(ours, theirs)| (ours.to_string(), theirs.to_string())));
-            let format = task.format().map_or("", Format::word);
-            converted(format!(
-                "format = {format:?}, through the model's chat template where rows are messages"
-            ))
+            let told = format!("format = {:?}", task.format().map_or("", Format::word));
+            let form: String = match kind.split('.').next().unwrap_or_default() {
+                "chat_template" | "bradley_terry" => "through the model's chat template".into(),
+                name @ ("chatml" | "llama3" | "zephyr") => {
+                    format!("through the model's chat template, there that of {name}")
+                }
+                _ => return Some(converted(told + ": texts as they are")),
+            };
+            source.keys.insert("form", quote("chat"));
+            converted(format!("{told}, form = \"chat\": {form}"))
         }
         _ => return None,
     })
@@ -96,9 +102,8 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
             needless("the assistant's turns are the targets")
         }
         "roles_to_train" => refused("the assistant's turns are the targets, or every token: mask = \"none\""),
-        "train_on_eos" | "train_on_eot" if is("turn") || is_off(value) => {
-            needless("a turn's end is a target here too")
-        }
+        "train_on_eos" | "train_on_eot" if value.is_null() => needless("not set"),
+        "train_on_eos" | "train_on_eot" if is("turn") => needless("a turn's end is a target here too"),
         "train_on_eos" | "train_on_eot" => refused("the end of each of the assistant's turns is a target"),
         "chat_template" if is("tokenizer_default") => needless("the model's own template is used"),
         "chat_template" | "conversation" if !is_off(value) => refused(OTHER_TEMPLATE),

@@ -6,6 +6,7 @@ use crate::import::draft::number_text;
 use crate::import::prefer::reads_pairs;
 use crate::import::read::{text, words};
 use crate::keys::Task;
+use crate::syntax::quote;
 use serde_json::Value;
 
 /// The sources that `key` names.
@@ -29,6 +30,9 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
         if raw {
             source.format("text");
         }
+        if reads_pairs(ctx.task) && !source.is_of_messages() {
+            source.keys.insert("form", quote("chat"));
+        }
         if let Some(n) = ctx.number(&["max_samples"]).filter(|n| *n >= 1.0) {
             source.keys.insert("max_samples", number_text(n));
         }
@@ -36,6 +40,9 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     }
     let shown: Vec<String> = sources.iter().map(|s| format!("{:?}", s.source)).collect();
     let mut told = format!("sources {}", shown.join(", "));
+    if sources.iter().any(|s| s.keys.contains_key("form")) {
+        told += "; form = \"chat\": texts go through the model's chat template";
+    }
     if info.is_none() && !remote {
         told += &format!("; {folder}/dataset_info.json, which describes them, is not there");
     }
@@ -98,16 +105,16 @@ fn of_entry(
     }
     let sharegpt = get("formatting").is_some_and(|f| f == "sharegpt" || f == "openai");
     source.format(if sharegpt { "messages" } else { "alpaca" });
-    if reads_pairs(task) {
+    let answered = sharegpt && task == Task::Kto;
+    if answered {
+        advice.push(format!("{name}: messages end with the answer: write prompt and completion"));
+    } else if reads_pairs(task) {
         let prompt = if sharegpt { "conversations" } else { "instruction" };
         source.fields.insert("prompt".into(), prompt.into());
     }
     for (theirs, value) in entry.get("columns").and_then(Value::as_object).into_iter().flatten() {
         let ours = match theirs.as_str() {
-            "messages" if task == Task::Kto => {
-                advice.push(format!("{name}: messages end with the answer: write prompt and completion"));
-                continue;
-            }
+            "messages" if answered => continue,
             "prompt" | "messages" if reads_pairs(task) => "prompt",
             "response" if reads_pairs(task) => "completion",
             "kto_tag" if reads_pairs(task) => "label",

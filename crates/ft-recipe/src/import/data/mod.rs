@@ -11,6 +11,30 @@ use super::read::Entry;
 use crate::syntax::quote;
 use source::Source;
 
+/// First parts of keys of configurations that do not train, with what these do.
+const OTHERS: [(&str, &str); 5] = [
+    ("tasks", "it evaluates a model; ft eval does so on rows"),
+    ("prompt", "it answers a prompt, as ft chat does"),
+    ("infer_backend", "it answers prompts, as ft chat and ft serve do"),
+    ("export_dir", "it exports a model, as ft merge does"),
+    ("quantizer", "it quantizes a model"),
+];
+
+/// Why there is no recipe for a configuration without training data, in words.
+pub(super) fn missing(ctx: &Context<'_>) -> Option<String> {
+    if ctx.draft.get("data.train.0.source").is_some() {
+        return None;
+    }
+    let has = |key: &str| ctx.entries.list.iter().any(|e| e.path.split('.').next() == Some(key));
+    let key = match ctx.tool {
+        "axolotl" => "datasets",
+        "TRL" => "dataset_name",
+        _ => "dataset",
+    };
+    let other = OTHERS.iter().find(|(key, _)| has(key));
+    Some(other.map_or_else(|| format!("{key} names no training data"), |(_, why)| (*why).to_string()))
+}
+
 /// The outcome of a key of a data set, found by [`all`].
 pub(super) fn outcome(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     ctx.of_data.remove(&e.path).unwrap_or_else(|| refused("no such key of data here: ft schema lists them"))

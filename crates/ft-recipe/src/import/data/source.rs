@@ -2,7 +2,7 @@
 
 use crate::import::context::{Context, Fate, Outcome, converted, needless};
 use crate::import::read::text;
-use crate::keys::inline;
+use crate::keys::{Format, inline};
 use crate::syntax::quote;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -38,6 +38,11 @@ impl Source {
     pub fn format(&mut self, format: &str) -> Outcome {
         self.keys.insert("format", quote(format));
         converted(format!("format = {}", quote(format)))
+    }
+
+    /// Whether rows are known as lists of messages.
+    pub fn is_of_messages(&self) -> bool {
+        self.keys.get("format").is_some_and(|format| *format == quote(Format::Messages.word()))
     }
 
     /// Names a field of the format, where the file's name is another.

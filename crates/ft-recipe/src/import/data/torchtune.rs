@@ -2,9 +2,15 @@
 
 use super::source::{Keys, Source, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
-use crate::import::read::{is_off, text, truth, words};
+use crate::import::read::{is_off, truth, words};
+use crate::import::table::Builder;
+use crate::keys::Format;
 use crate::syntax::quote;
 use serde_json::Value;
+
+/// What is lost of Alpaca's builders.
+const ALPACA: &str = "; there the user's message has the text of Alpaca's prompt, here instruction and input alone: \
+                      write prompts with that text, and completions, into the rows";
 
 pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
     let origin = origin(keys, "dataset");
@@ -24,6 +30,9 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
         if let Some(config) = &known.config {
             source.keys.insert("config", quote(config));
         }
+        if let Some(form) = &known.form {
+            source.keys.insert("form", quote(form));
+        }
         on_input = known.on_input;
     }
     if let Some(given) = value(keys, "train_on_input").and_then(truth) {
@@ -32,29 +41,48 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
     if on_input && known.is_some_and(|k| k.format != "text") {
         source.keys.insert("mask", quote("none"));
     }
-    let pack = value(keys, "packed").cloned();
+    let evaluates = origin.starts_with("dataset_val");
     for (at, key, value) in keys {
         let outcome = match key.as_str() {
             "_component_" => match known {
-                Some(_) if on_input => converted(format!(
-                    "source = {:?}, mask = \"none\": prompts are targets too",
-                    source.source
-                )),
-                Some(_) => converted(format!("source = {:?}", source.source)),
+                Some(known) => of_builder(&source, known, on_input),
                 None => refused(format!("{builder}: name the rows and their format in data.train")),
             },
+            "packed" => packed(ctx, at, value, evaluates),
             "source" if !files.is_empty() => needless("the kind of files: their names tell it"),
             key => of_key(&mut source, key, value, &files),
         };
         ctx.of_data.insert(at.clone(), outcome);
     }
-    if let (Some(pack), true) =
-        (pack.as_ref().and_then(truth), origin.starts_with("dataset") && origin != "dataset_val")
-    {
-        let path = keys.iter().find(|(_, k, _)| k == "packed").map_or("", |(p, ..)| p);
-        ctx.draft.set("data.pack", pack.to_string(), path, false);
-    }
     if files.is_empty() && source.source.is_empty() { Vec::new() } else { source.of_files(&files, "") }
+}
+
+fn of_builder(source: &Source, known: &Builder, on_input: bool) -> Outcome {
+    let mut told = format!("source = {:?}", source.source);
+    if let Some(form) = &known.form {
+        told += &format!(", form = {form:?}: texts go through the model's chat template");
+    }
+    if on_input {
+        told += ", mask = \"none\": prompts are targets too";
+    }
+    match known.format == Format::Alpaca.word() {
+        true => refused(told + ALPACA),
+        false => converted(told),
+    }
+}
+
+/// `packed` of a data set; those of training come first.
+fn packed(ctx: &mut Context<'_>, at: &str, value: &Value, evaluates: bool) -> Outcome {
+    let Some(pack) = truth(value).map(|pack| pack.to_string()) else { return needless("not set") };
+    match ctx.draft.get("data.pack") {
+        Some(set) if set.value == pack => needless(format!("data.pack is that of {}", set.origin)),
+        None if !evaluates => {
+            let told = format!("data.pack = {pack}");
+            ctx.draft.set("data.pack", pack, at, false);
+            converted(told)
+        }
+        _ => refused("data.pack is one key for all sources, of training and evaluation"),
+    }
 }
 
 fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Outcome {
@@ -64,7 +92,6 @@ fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Ou
         "data_files" => converted(format!("source = {}", files.join(", "))),
         "split" => source.put("split", value),
         "name" | "subset" => source.put("config", value),
-        "packed" => converted(format!("data.pack = {}", text(value).unwrap_or_default().to_lowercase())),
         "train_on_input" => converted(format!(
             "mask: prompts are {}targets",
             if truth(value) == Some(true) { "" } else { "no " }

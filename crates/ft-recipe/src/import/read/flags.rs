@@ -9,7 +9,17 @@ use std::iter::Peekable;
 use std::str::Chars;
 
 /// Words that begin the trainer's own flags: those before are the launcher's.
-const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
+const PROGRAMS: [&str; 3] = ["trl", FACTORY, "tune"];
+const FACTORY: &str = "llamafactory-cli";
+/// Modules behind `-m` with another program as an argument.
+const LAUNCHERS: [&str; 3] = ["torch.distributed.", "accelerate.commands.", "deepspeed.launcher."];
+/// Options of uv with the name of a package.
+const PACKAGES: [&str; 5] = ["--with", "--from", "--extra", "--group", "--package"];
+/// First words of a command.
+const FIRST: [&str; 6] = ["trl", "accelerate", "torchrun", "deepspeed", FACTORY, "export"];
+/// Programs before a command, with options of their own.
+const RUNNERS: [&str; 10] =
+    ["env", "exec", "nohup", "time", "uv", "uvx", "srun", "mpirun", "conda", "poetry"];
 /// Scripts of TRL with the task as their name.
 const SCRIPTS: [&str; 9] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "reward_modeling", "gkd"];
 /// Variables of the environment that a trainer reads.
@@ -34,9 +44,37 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
 pub(in crate::import) fn is_command(text: &str) -> bool {
     let is_flag =
         |l: &str| l.strip_prefix("--").is_some_and(|l| l.starts_with(|c: char| c.is_ascii_alphabetic()));
-    let starts = ["trl ", "accelerate ", "torchrun ", "python", "llamafactory-cli ", "export "];
-    text.starts_with("#!")
-        || text.lines().map(str::trim_start).any(|l| is_flag(l) || starts.iter().any(|s| l.starts_with(s)))
+    text.starts_with("#!") || text.lines().map(str::trim_start).any(|l| is_flag(l) || starts_command(l))
+}
+
+/// Whether a line starts a command, behind variables and [`RUNNERS`].
+fn starts_command(line: &str) -> bool {
+    let is_first = |w: &str| FIRST.contains(&w) || is_python(w);
+    let words = split(line, &Variables::new());
+    let mut words = words.iter().map(String::as_str).skip_while(|w| assigned(w).is_some());
+    match words.next() {
+        Some(word) if RUNNERS.contains(&word) => words.any(is_first),
+        Some(word) => is_first(word) && words.next().is_some(),
+        None => false,
+    }
+}
+
+fn is_python(word: &str) -> bool {
+    let name = word.rsplit('/').next().and_then(|name| name.strip_prefix("python"));
+    name.is_some_and(|version| version.bytes().all(|b| b.is_ascii_digit() || b == b'.'))
+}
+
+/// Name and value of a variable, set by a word.
+fn assigned(word: &str) -> Option<(&str, &str)> {
+    word.split_once('=')
+        .filter(|(name, _)| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'))
+}
+
+/// Whether a word redirects output, and whether the next word is the file.
+fn redirects(word: &str) -> Option<bool> {
+    let rest = word.trim_start_matches(|c: char| c.is_ascii_digit() || c == '&');
+    let file = rest.strip_prefix(">>").or_else(|| rest.strip_prefix('>'));
+    file.or((rest == "<").then_some("")).map(str::is_empty)
 }
 
 /// The commands of a script: words with their lines. Variables that the script sets are filled in.
@@ -52,16 +90,17 @@ fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
         if !continued {
             commands.push(Vec::new());
         }
-        for word in split(line, &variables) {
-            if matches!(word.as_str(), ";" | "&&" | "|" | "||") {
+        let mut words = split(line, &variables).into_iter();
+        while let Some(word) = words.next() {
+            if matches!(word.as_str(), ";" | "&" | "&&" | "|" | "||") {
                 commands.push(Vec::new());
                 continue;
             }
-            let command = commands.last_mut();
-            let assigned = word.split_once('=').filter(|(name, _)| {
-                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
-            });
-            match (command, assigned) {
+            if let Some(to_next) = redirects(&word) {
+                words.by_ref().take(usize::from(to_next)).for_each(drop);
+                continue;
+            }
+            match (commands.last_mut(), assigned(&word)) {
                 (Some(c), Some((name, value))) if c.is_empty() => {
                     variables.insert(name.into(), (value.into(), i + 1));
                 }
@@ -135,11 +174,21 @@ fn split(line: &str, variables: &Variables) -> Vec<String> {
     words
 }
 
-/// Flags as entries: `launch.` before the program, plain after it, and its verb as `command`.
+/// Whether the word at `i` is the trainer: a script, a module behind `-m`, or one of [`PROGRAMS`].
+fn is_program(command: &[(String, usize)], i: usize) -> bool {
+    let word = command[i].0.as_str();
+    match i.checked_sub(1).map(|before| command[before].0.as_str()) {
+        Some(option) if PACKAGES.contains(&option) => false,
+        Some("-m") => !LAUNCHERS.iter().any(|l| word.starts_with(l)),
+        _ => word.ends_with(".py") || PROGRAMS.contains(&word),
+    }
+}
+
+/// Flags as entries: `launch.` before the program, plain after it, and the verb as `command`, LLaMA-Factory's under the
+/// program's name.
 fn entries(command: &[(String, usize)]) -> Entries {
     let mut list: Vec<Entry> = Vec::new();
-    let is_program = |w: &str| w.ends_with(".py") || PROGRAMS.contains(&w);
-    let program = command.iter().position(|(w, _)| is_program(w));
+    let program = (0..command.len()).find(|i| is_program(command, *i));
     for (i, (word, line)) in command.iter().enumerate() {
         let before = program.is_some_and(|p| i < p);
         if let Some(flag) = word.strip_prefix("--") {
@@ -155,10 +204,16 @@ fn entries(command: &[(String, usize)]) -> Entries {
             let path = if before { format!("launch.{name}") } else { name };
             list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
         } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
-            list.push(Entry { path: "command".into(), value: word.as_str().into(), line: *line });
-        } else if program == Some(i) || program.is_none() && list.is_empty() || before && list.is_empty() {
-            // the launcher's and the program's own names; a script may be the task's
-            let stem = word.rsplit('/').next().and_then(|w| w.strip_suffix(".py"));
+            let of_factory = program.is_some_and(|p| [FACTORY, "llamafactory.cli"].contains(&&*command[p].0));
+            let path = if of_factory { FACTORY } else { "command" };
+            list.push(Entry { path: path.into(), value: word.as_str().into(), line: *line });
+        } else if program == Some(i)
+            || program.is_none() && list.is_empty()
+            || before && (list.is_empty() || word.starts_with('-'))
+        {
+            // names of the launcher and the program, short options; a script or module may be the task's
+            let name = word.rsplit('/').next().unwrap_or_default();
+            let stem = name.strip_suffix(".py").or_else(|| name.rsplit('.').next());
             if let Some(task) = stem.filter(|s| program == Some(i) && SCRIPTS.contains(s)) {
                 list.push(Entry { path: "command".into(), value: task.into(), line: *line });
             }
@@ -214,6 +269,36 @@ mod tests {
         $@=true
         "#);
         assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
-        assert!(!is_command("---\nbase_model: x\n"));
+        assert!(!is_command("---\nbase_model: x\ntime: 3\npython_version: 3\ntrl:\n  beta: 1\n"));
+    }
+
+    /// Variables and programs before the trainer's own words, and a file for the output.
+    #[test]
+    fn a_command_may_stand_behind_other_words() {
+        for (text, expected) in [
+            ("CUDA_VISIBLE_DEVICES=0 trl sft --a 1", "command=\"sft\" a=1"),
+            ("A=1 B='x y' python trl/scripts/dpo.py --a 1", "command=\"dpo\" a=1"),
+            ("python3.11 -m trl.scripts.dpo --a 1", "command=\"dpo\" a=1"),
+            (
+                "python -m torch.distributed.run --nproc_per_node 2 sft.py --a 1",
+                "launch.nproc_per_node=2 a=1",
+            ),
+            ("python -m llamafactory.cli train --a 1", "llamafactory-cli=\"train\" a=1"),
+            ("FORCE_TORCHRUN=1 llamafactory-cli train --a 1", "llamafactory-cli=\"train\" a=1"),
+            (
+                "accelerate launch --num_processes 4 -m trl.scripts.dpo --a 1",
+                "launch.num_processes=4 command=\"dpo\" a=1",
+            ),
+            ("uv run --with trl trl sft --a 1", "launch.with=\"trl\" command=\"sft\" a=1"),
+            ("nohup trl sft --a > log.txt 2>&1 &", "command=\"sft\" a=true"),
+            ("time trl sft --a '<|x|>' 2>err >>out", "command=\"sft\" a=\"<|x|>\""),
+            ("srun --gpus 4 env A=1 trl kto --a 1", "launch.gpus=[4,\"env\",\"A=1\"] command=\"kto\" a=1"),
+            ("deepspeed --num_gpus 2 x.py --a 1", "launch.num_gpus=2 a=1"),
+        ] {
+            assert!(is_command(text), "{text}");
+            let list = read(text).unwrap().list;
+            let shown: Vec<String> = list.iter().map(|e| format!("{}={}", e.path, e.value)).collect();
+            assert_eq!(shown.join(" "), expected, "{text}");
+        }
     }
 }

@@ -21,9 +21,9 @@ struct Open {
     path: String,
 }
 
-/// Reads the first document of `text`, a table.
+/// Reads the only document of `text`, a table.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
-    let reader = read_document(text, MOST)?;
+    let reader = read_document(text, MOST, true)?;
     match reader.root {
         Some(Value::Object(table)) => Ok(Entries::flat(&table, &reader.lines)),
         _ => Err("the file is no table of keys and values".into()),
@@ -35,17 +35,26 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
 /// # Errors
 /// A syntax error with its line; more than `most` values, or aliases of more than 64 MiB.
 pub fn value(text: &str, most: usize) -> Result<Value, String> {
-    Ok(read_document(text, most)?.root.unwrap_or_default())
+    Ok(read_document(text, most, false)?.root.unwrap_or_default())
 }
 
-fn read_document(text: &str, most: usize) -> Result<Reader, String> {
+/// Reads the first document; `only` refuses a second one.
+fn read_document(text: &str, most: usize, only: bool) -> Result<Reader, String> {
     let mut reader = Reader { most, ..Reader::default() };
+    let mut ended = false;
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
-        if matches!(event, Event::DocumentEnd) {
-            break;
+        match event {
+            Event::DocumentEnd if only => ended = true,
+            Event::DocumentEnd => break,
+            Event::DocumentStart(_) if ended => {
+                let line = span.start.line();
+                return Err(format!(
+                    "line {line}: a second document begins: write it into a file of its own"
+                ));
+            }
+            event => reader.event(event, span).map_err(|e| format!("line {}: {e}", span.start.line()))?,
         }
-        reader.event(event, span).map_err(|e| format!("line {}: {e}", span.start.line()))?;
     }
     Ok(reader)
 }
@@ -201,6 +210,9 @@ mod tests {
     fn bad_and_huge_files_are_errors() {
         assert!(read("a: [1").unwrap_err().starts_with("line "), "{:?}", read("a: [1"));
         assert!(read("- 1\n- 2").unwrap_err().contains("no table"));
+        assert!(read("a: 1\n---\nb: 2\n").unwrap_err().starts_with("line 2: a second document"));
+        assert_eq!(read("---\na: 1\n...\n").unwrap().list.len(), 1);
+        assert_eq!(value("a: 1\n---\nb: 2\n", 9).unwrap()["b"], Value::Null, "the first document");
         assert!(read(&format!("a: {}", "[".repeat(100))).unwrap_err().contains("deep"));
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_string();
         for i in 1..9 {
