@@ -9,7 +9,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
-use ft_engine::adapters::{self, Adapter, Selection};
+use ft_engine::adapters::{self, Adapter, Part, Selection};
 use ft_engine::export::{Export, Target, read_fused};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -19,10 +19,9 @@ use ft_engine::walk;
 use ft_hub::Want;
 use ft_recipe::{Dtype, Quantize};
 use serde_json::Map;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// Largest relative L2 distance of equal logits.
-const BAR: f64 = 1e-5;
 /// Number of tokens in the logit comparison.
 const PROBE: u32 = 48;
 
@@ -99,25 +98,25 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     Export::new(&base.config, &adapter, &selection)?.write(target, &out)?;
     PromptConfig::copy(&adapter.dir, &out)?;
-    let apart = distance(target, &base, &adapter, &selection, &out)?;
-    if apart > BAR {
+    let (apart, bar) = distance(target, &base, &adapter, &selection, &out)?;
+    if apart > bar {
         let path = args.out.display().to_string();
-        return Err(train::Error::Readback { path, apart, bar: BAR }.into());
+        return Err(train::Error::Readback { path, apart, bar }.into());
     }
     new.commit()?;
     notes(target, &args.to, &base.config, &selection);
-    tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})"));
+    tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {bar:.0e})"));
     print(&format!("{}\n", args.out.display()))
 }
 
-/// Relative L2 distance between the logits of the adapter and of the export in `out`.
+/// Relative L2 distance between the logits of the adapter and of the export in `out`, and its tolerance.
 fn distance(
     target: Target,
     base: &Base,
     adapter: &Adapter,
     selection: &Selection,
     out: &Path,
-) -> ft_base::Result<f64> {
+) -> ft_base::Result<(f64, f64)> {
     // any tokens will do, but many: experts without tokens would go unchecked
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % base.config.vocab.max(1) as u32).collect();
     let logits = |selection: &Selection, adapter: &Adapter| {
@@ -127,7 +126,29 @@ fn distance(
     let before = logits(selection, adapter)?;
     walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;
     let (read, written) = read_back(target, &base.config, adapter, out)?;
-    Ok(logits_apart(&logits(&read, &written)?, &before)?)
+    let apart = logits_apart(&logits(&read, &written)?, &before)?;
+    let moved = |seed: u64| -> ft_base::Result<f64> {
+        Ok(logits_apart(&logits(selection, &perturbed(adapter, selection, seed)?)?, &before)?)
+    };
+    Ok((apart, compare::tolerance(apart, compare::BAR, &moved)?))
+}
+
+/// The adapter with perturbed values: [`compare::perturbed`].
+fn perturbed(adapter: &Adapter, selection: &Selection, seed: u64) -> ft_base::Result<Adapter> {
+    let [head, embedding] = [Group::Head, Group::Embedding].map(|group| selection.name_of(group));
+    let mut values = HashMap::new();
+    for (number, t) in selection.trained().into_iter().enumerate() {
+        let Some(value) = adapter.get(&t)? else { continue };
+        let value = match t.part {
+            Part::A | Part::B => compare::perturbed(&value, seed, number as u64)?,
+            _ => value,
+        };
+        if selection.tied_in_full() && t.module == embedding {
+            values.insert(format!("{head}.weight"), value.clone());
+        }
+        values.insert(t.name, value);
+    }
+    Ok(adapter.with_values(values))
 }
 
 /// Prints differences between training and the target program.

@@ -3,12 +3,21 @@
 
 use candle_core::{DType, Device, Tensor};
 use ft_base::memory;
+use ft_base::rng::{Purpose, Stream};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::modules::modules;
 use ft_engine::params::build::Build;
 use ft_engine::quant;
+use rayon::prelude::*;
 use std::collections::HashMap;
+
+/// Tolerance for the relative L2 distance of logits that differ by the order of sums alone, in most models.
+pub const BAR: f64 = 1e-5;
+/// Allowed distance, in distances by which a perturbation moves the logits: one may move them less than another.
+const PERTURBATIONS: f64 = 10.0;
+/// Perturbations that are tried before a distance counts as unexplained.
+const TRIES: u64 = 8;
 
 /// Computes logits `[t, v]` of a few tokens in f32, for a base alone or with an adapter.
 pub fn logits(
@@ -18,6 +27,41 @@ pub fn logits(
     ids: &[u32],
 ) -> ft_base::Result<Tensor> {
     Build { adapter, ..Build::new(base, selection) }.logits(ids)
+}
+
+/// Tolerance for logits that are `apart` and differ by the order of sums alone: `bar`, or, for models that amplify
+/// rounding errors, 10 times as much as errors of that size move the logits. `moved` computes that distance for
+/// perturbations of a seed, and is called only if `bar` is exceeded.
+pub fn tolerance(
+    apart: f64,
+    mut bar: f64,
+    moved: &dyn Fn(u64) -> ft_base::Result<f64>,
+) -> ft_base::Result<f64> {
+    for seed in 0..TRIES {
+        if apart <= bar || !apart.is_finite() {
+            break;
+        }
+        let moved = moved(seed)?;
+        if moved.is_finite() {
+            bar = bar.max(PERTURBATIONS * moved);
+        }
+    }
+    Ok(bar)
+}
+
+/// Values in f32, each perturbed as by a rounding, by one or two units in the last place. `number` tells tensors of a
+/// seed apart.
+pub fn perturbed(values: &Tensor, seed: u64, number: u64) -> candle_core::Result<Tensor> {
+    let stream = Stream::new(seed, Purpose::Rounding, 0, number);
+    let mut all = values.flatten_all()?.to_vec1::<f32>()?;
+    all.par_chunks_mut(32).enumerate().for_each(|(i, chunk)| {
+        let word = stream.word(i as u64);
+        for (bit, x) in chunk.iter_mut().enumerate() {
+            let up = (word >> bit) & 1 == 1;
+            *x *= if up { 1.0 + f32::EPSILON } else { 1.0 - f32::EPSILON };
+        }
+    });
+    Tensor::from_vec(all, values.shape(), &Device::Cpu)
 }
 
 /// Peak memory of [`logits`] in bytes: the largest layer or table, and the whole adapter.
@@ -61,6 +105,36 @@ mod tests {
     use super::*;
     use ft_base::ExitCode;
     use ft_engine::model::Config;
+
+    #[test]
+    fn a_distance_of_ten_perturbations_is_explained() -> anyhow::Result<()> {
+        let far = [1e-9, f64::INFINITY, 3e-5];
+        for (apart, tries, explained) in
+            [(1e-5, 0, true), (2e-4, 3, true), (3.1e-4, TRIES, false), (f64::INFINITY, 0, false)]
+        {
+            let tried = std::cell::Cell::new(0);
+            let bar = tolerance(apart, BAR, &|seed| {
+                tried.set(tried.get() + 1);
+                Ok(far[seed as usize % far.len()])
+            })?;
+            assert_eq!((tried.get(), apart <= bar), (tries, explained), "{apart}: {bar}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn each_value_is_perturbed_and_zero_stays() -> anyhow::Result<()> {
+        let values: Vec<f32> = (0..100).map(|i| 0.1 * i as f32).collect();
+        let of = |seed| -> anyhow::Result<Vec<f32>> {
+            let t = Tensor::from_slice(&values, (4, 25), &Device::Cpu)?;
+            Ok(perturbed(&t, seed, 3)?.flatten_all()?.to_vec1()?)
+        };
+        let got = of(0)?;
+        let ulps = |(a, b): (&f32, &f32)| a.to_bits().abs_diff(b.to_bits());
+        assert!(got[0] == 0.0 && got.iter().zip(&values).skip(1).all(|pair| (1..=2).contains(&ulps(pair))));
+        assert!(got == of(0)? && got != of(1)?);
+        Ok(())
+    }
 
     #[test]
     fn too_little_memory_is_refused_before_it_is_taken() {

@@ -1,5 +1,6 @@
-//! Merged weights in f32, compared bit for bit with the weights on disk.
+//! Merged weights in f32, compared bit for bit with the weights on disk, or perturbed.
 
+use super::compare;
 use super::weights::Merge;
 use crate::train::Error;
 use candle_core::{DType, Device, Tensor};
@@ -17,18 +18,41 @@ const PIECE: usize = 1 << 20;
 
 /// Merged weights in f32, compared with the weights on disk while they are read.
 pub struct ExactWeights<'a> {
-    pub merge: &'a Merge<'a>,
+    merge: &'a Merge<'a>,
     /// Folder named in errors.
-    pub out: &'a Path,
-    pub written: &'a TensorFiles,
+    out: &'a Path,
+    written: &'a TensorFiles,
+    /// Seed of perturbations in place of the comparison: [`compare::perturbed`].
+    perturbed: Option<u64>,
+    /// Number of tensors read.
+    read: u64,
     /// Sums of squares: of the rounding error, and of the weights.
-    pub error: f64,
-    pub norm: f64,
+    error: f64,
+    norm: f64,
 }
 
-impl ExactWeights<'_> {
+impl<'a> ExactWeights<'a> {
+    /// Weights to be compared with those `written`; `out` is the folder in errors.
+    pub fn new(merge: &'a Merge<'a>, written: &'a TensorFiles, out: &'a Path) -> Self {
+        Self { merge, out, written, perturbed: None, read: 0, error: 0.0, norm: 0.0 }
+    }
+
+    /// The same weights, perturbed, and not compared.
+    pub fn perturbed(self, seed: u64) -> Self {
+        Self { perturbed: Some(seed), ..self }
+    }
+
+    /// Relative L2 distance of the weights read from those written.
+    pub fn rounding(&self) -> f64 {
+        (self.error / self.norm).sqrt()
+    }
+
     fn get(&mut self, name: String) -> ft_base::Result<Tensor> {
         let value = self.merge.in_f32(&name)?;
+        self.read += 1;
+        if let Some(seed) = self.perturbed {
+            return Ok(compare::perturbed(&value, seed, self.read)?);
+        }
         let (rows, row) = (value.dim(0)?, value.elem_count() / value.dim(0)?.max(1));
         let step = (PIECE / row.max(1)).max(1);
         for first in (0..rows).step_by(step) {

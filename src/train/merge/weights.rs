@@ -23,7 +23,7 @@ use ft_engine::quant::MergeCost;
 use ft_engine::quant::{self, CodeTables};
 use ft_kernels::gemm::matmul_acc;
 use safetensors::Dtype;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -167,10 +167,7 @@ impl<'a> Merge<'a> {
     pub fn config(&self) -> Map<String, Value> {
         let mut raw = self.base.config.raw.clone();
         if self.unties {
-            raw.insert("tie_word_embeddings".into(), json!(false));
-            if let Some(Value::Object(text)) = raw.get_mut(Config::TEXT) {
-                text.insert("tie_word_embeddings".into(), json!(false));
-            }
+            Config::untie(&mut raw);
         }
         raw
     }

@@ -1,11 +1,12 @@
 //! Merges an adapter into the base, and verifies the model on disk.
 //!
 //! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of
-//! base and adapter, up to the order of sums. File: every weight on disk must equal the merged f32 weight
+//! base and adapter, up to the order of sums. A model that amplifies rounding errors has a tolerance of its own,
+//! measured by perturbations of the merged weights. File: every weight on disk must equal the merged f32 weight
 //! rounded once to the dtype of the file, bit for bit. The effect of rounding on the logits has no
 //! tolerance, because it is inherent to the dtype; it is measured and reported.
 
-use super::compare;
+use super::compare::{self, BAR, tolerance};
 use super::exact::ExactWeights;
 use super::weights::Merge;
 use crate::train::Error;
@@ -48,7 +49,7 @@ pub struct Merging<'a> {
 pub struct Merged {
     /// Merged weights in f32 vs. base and adapter; differs by the order of sums.
     pub exact: f64,
-    /// Tolerance for `exact`.
+    /// Tolerance for `exact`: [`tolerance`].
     pub bar: f64,
     /// Weights on disk vs. weights in f32: relative L2 distance over all weights.
     pub rounding: f64,
@@ -66,10 +67,10 @@ pub struct Merged {
     pub trained: Option<f64>,
 }
 
-/// Tolerance for logits that differ only by the order of sums: 1e-5 for up to 8 layers, then proportional
+/// Tolerance for logits that differ only by the order of sums: [`BAR`] for up to 8 layers, then proportional
 /// to depth.
 fn bar(layers: usize) -> f64 {
-    1e-5 * (layers as f64 / 8.0).max(1.0)
+    BAR * (layers as f64 / 8.0).max(1.0)
 }
 
 impl Merging<'_> {
@@ -119,10 +120,15 @@ impl Merging<'_> {
 
         let config = Config::load(out, &Map::new())?;
         let files = layout::open(&config, out)?;
-        let mut exact = ExactWeights { merge, out: target, written: &files, error: 0.0, norm: 0.0 };
-        let got = Decoder::logits_by_layer(&config, &mut exact, &ids, &Device::Cpu)?;
-        let rounding = (exact.error / exact.norm).sqrt();
-        let (exact, bar) = (logits_apart(&got, &want)?, bar(config.layers));
+        let logits =
+            |weights: &mut ExactWeights<'_>| Decoder::logits_by_layer(&config, weights, &ids, &Device::Cpu);
+        let mut weights = ExactWeights::new(merge, &files, target);
+        let got = logits(&mut weights)?;
+        let (rounding, exact) = (weights.rounding(), logits_apart(&got, &want)?);
+        let bar = tolerance(exact, bar(config.layers), &|seed| {
+            let mut weights = ExactWeights::new(merge, &files, target).perturbed(seed);
+            Ok(logits_apart(&logits(&mut weights)?, &got)?)
+        })?;
         if exact > bar {
             return Err(Error::Merged { path: target.display().to_string(), apart: exact, bar }.into());
         }
@@ -161,4 +167,58 @@ impl Merging<'_> {
 fn probe_tokens(vocab: u32) -> Vec<u32> {
     let stream = Stream::new(0, Purpose::Sample, 0, 0);
     (0..PROBE as u64).map(|i| stream.word(i) % vocab).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::tests::ROOT;
+    use anyhow::Context as _;
+    use candle_core::Tensor;
+    use ft_base::store::SINGLE;
+    use ft_engine::adapters::Part;
+    use ft_engine::files::{TensorFiles, write_file};
+    use std::collections::HashMap;
+
+    /// A base whose attention is so sharp that rounding errors move the logits by more than [`BAR`]. A merge with
+    /// another scale of one module moves them by more than these.
+    #[test]
+    fn a_module_of_another_scale_is_found_where_rounding_errors_are_not() -> anyhow::Result<()> {
+        let case = Path::new(ROOT).join("tests/fixtures/reference/qwen3-dense");
+        let dir = tempfile::tempdir()?;
+        let [model, good, bad] = ["model", "good", "bad"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&model)?;
+        std::fs::copy(case.join("model/config.json"), model.join("config.json"))?;
+        let files = TensorFiles::open_model(&case.join("model"))?;
+        let sharp = |name: &str| -> anyhow::Result<(String, Tensor)> {
+            let tensor = files.tensor(name, DType::F32, &Device::Cpu)?;
+            let factor = if name.ends_with("q_norm.weight") { 1000.0 } else { 1.0 };
+            Ok((name.to_string(), (tensor * factor)?))
+        };
+        let tensors = files.names().map(sharp).collect::<anyhow::Result<Vec<_>>>()?;
+        write_file(&model.join(SINGLE), &tensors, &[])?;
+        let base = Base::open(Config::load(&model, &Map::new())?, &model)?;
+        let adapter = Adapter::open(&case.join("adapter_final"))?;
+        let selection = adapter.selection(&base.config)?;
+        let merging =
+            Merging { dir: &model, base: &base, adapter: &adapter, selection: &selection, trained: None };
+        let merged = merging.write(AtomicFolder::begin_named(&good)?, None, &|_| ())?;
+        assert!(merged.exact <= merged.bar && merged.bar < 0.1 * merged.effect, "{merged:?}");
+
+        let mut values = HashMap::new();
+        for t in selection.trained() {
+            let value = adapter.get(&t)?.context("a value")?;
+            let is_wrong = t.module == "model.layers.0.self_attn.v_proj" && t.part == Part::B;
+            values.insert(t.name, if is_wrong { (value * 1.5)? } else { value });
+        }
+        let wrong = adapter.with_values(values);
+        let merge = Merge::new(&base, &wrong, &selection, None)?;
+        std::fs::create_dir(&bad)?;
+        let mut get = |name: &str| merge.tensor(name);
+        let of_base = (&base.config, base.files());
+        layout::write(of_base, (&model, &bad), merge.config(), merge.dtype(), merge.entries(), &mut get)?;
+        let e = merging.compare(&merge, &bad, &bad).err().context("it is as good")?;
+        assert!(e.to_string().contains("other logits than base and adapter"), "{e}");
+        Ok(())
+    }
 }

@@ -213,7 +213,29 @@ fn a_range_of_layers_beyond_the_last_is_one_warning() {
     assert!(!w.path("x").exists());
 }
 
-/// In PEFT, an embedding saved without the tied head is a separate copy. In `ft`, both are one tensor.
+/// transformers 5 goes by the file where the config ties a head that is not the embedding.
+#[test]
+fn a_head_unlike_the_embedding_is_not_tied() {
+    let w = world("llama-embed-head", "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n");
+    let model = reference("llama-embed-head/model");
+    std::fs::create_dir(w.path("m")).expect("a folder");
+    std::fs::copy(format!("{model}/model.safetensors"), w.path("m/model.safetensors")).expect("copied");
+    let mut config = w.json(&format!("{model}/config.json"));
+    config["tie_word_embeddings"] = json!(true);
+    w.write("m/config.json", config.to_string());
+    let want = w.ok(&["eval", "r.toml", "--json"]).loss();
+    let got = w.ok(&["eval", "r.toml", "--json", "model.source=m"]);
+    assert_eq!(got.loss(), want);
+    assert!(got.err.contains("lm_head.weight in the file is not model.embed_tokens.weight"), "{}", got.err);
+    w.ok(&["check", "r.toml", "model.source=m"]);
+    w.ok(&["run", "r.toml", "model.source=m", "run.output=a"]);
+    let files = ft::files::TensorFiles::open_model(&w.path("a/model")).expect("a model");
+    assert!(files.info("lm_head.weight").is_some());
+    assert_eq!(w.json("a/model/config.json")["tie_word_embeddings"], json!(false));
+}
+
+/// In PEFT, an embedding saved without the tied head is a separate copy, and so is the head without the embedding. In
+/// `ft`, both are one tensor.
 #[test]
 fn an_embedding_without_its_tied_head_is_refused() {
     let w = world("qwen3-dense", "[[train]]\nmodules = [\"embedding\"]\nmethod = \"full\"\n");
@@ -222,17 +244,24 @@ fn an_embedding_without_its_tied_head_is_refused() {
     let path = w.path("a/adapter/adapter_model.safetensors");
     let files = ft::files::TensorFiles::open_file(&path).expect("tensors");
     let (f32, cpu) = (candle_core::DType::F32, candle_core::Device::Cpu);
-    let names = files.names().filter(|n| !n.contains("lm_head"));
-    let kept: Vec<_> =
-        names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
-    ft::files::write_file(&path, &kept, &[("format", "pt")]).expect("written");
     let mut config = w.json("a/adapter/adapter_config.json");
-    config["modules_to_save"] = json!(["embed_tokens"]);
-    for (ties, code) in [(false, 4), (true, 0)] {
+    let mut with = |kept: &str, ties: bool| {
+        let names = files.names().filter(|n| n.contains(kept));
+        let tensors: Vec<_> =
+            names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
+        ft::files::write_file(&path, &tensors, &[("format", "pt")]).expect("written");
+        config["modules_to_save"] = json!([kept]);
         config["ensure_weight_tying"] = json!(ties);
         w.write("a/adapter/adapter_config.json", config.to_string());
-        let r = w.ft(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
-        assert_eq!(r.code, code, "{}", r.err);
-        assert!(code == 0 || r.err.contains("embed_tokens.weight without lm_head"), "{}", r.err);
+        w.ft(&["eval", "r.toml", "--json", "--adapter", "a/adapter"])
+    };
+    for (kept, ties, said) in [
+        ("embed_tokens", false, Some("embed_tokens.weight without lm_head")),
+        ("embed_tokens", true, None),
+        ("lm_head", false, Some("lm_head.weight without embed_tokens")),
+    ] {
+        let r = with(kept, ties);
+        assert_eq!(r.code, if said.is_some() { 4 } else { 0 }, "{}", r.err);
+        assert!(said.is_none_or(|said| r.err.contains(said) && r.err.contains("hint: ")), "{}", r.err);
     }
 }

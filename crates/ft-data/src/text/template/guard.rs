@@ -54,11 +54,11 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
 }
 
 /// Names in tags that are no variables.
-const WORDS: &str = "and block break call continue defined do elif else endblock endcall endfilter endfor endif endmacro \
-    endset endwith False false filter for if in is loop macro None none not or recursive set True true with";
+const WORDS: &str = "and block break call continue defined do elif else endblock endcall endfilter endfor endif \
+    endmacro endset endwith False false filter for if in is loop macro None none not or recursive set True true with";
 
-/// The names in the tags of a template that may be variables, its own ones among them: not those of attributes, filters,
-/// tests and functions. Stops at the first error, because the tokenizer repeats it without end.
+/// The names in the tags of a template that may be variables, its own ones among them: not those of attributes,
+/// filters, tests and functions. Stops at the first error, because the tokenizer repeats it without end.
 pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
     let mut tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok).map(|(t, _)| t).peekable();
     let (mut names, mut before) = (BTreeSet::new(), None);

@@ -200,9 +200,13 @@ impl Adapter {
 
     /// Whether the adapter holds the full weight of a module, replacing the base's.
     pub fn replaces(&self, module: &str) -> bool {
-        ["weight", "modules_to_save.weight"]
-            .iter()
-            .any(|last| self.tensors.shape(&format!("{PREFIX}{module}.{last}")).is_some())
+        self.whole(module).is_some()
+    }
+
+    /// Key of the full weight of a module, if the adapter holds one.
+    fn whole(&self, module: &str) -> Option<String> {
+        let keys = ["weight", "modules_to_save.weight"].map(|last| format!("{PREFIX}{module}.{last}"));
+        keys.into_iter().find(|key| self.tensors.shape(key).is_some())
     }
 
     /// Reads every tensor, to find NaN and infinite values before anything is written.
@@ -257,6 +261,7 @@ impl Adapter {
     /// A config that does not match the model; missing tensors.
     pub fn selection(&self, config: &Config) -> ft_base::Result<Selection> {
         let selection = Selection::from_peft(config, &self.config)?;
+        self.check_head_alone(&selection)?;
         let mut missing = Vec::new();
         for t in selection.trained() {
             if self.find(&t)?.is_none() {
@@ -359,8 +364,23 @@ impl Adapter {
         Ok(())
     }
 
+    /// A tied head must not be without the embedding.
+    fn check_head_alone(&self, selection: &Selection) -> Result<(), Error> {
+        let [head, embedding] =
+            [Group::Head, Group::Embedding].map(|group| self.whole(selection.name_of(group)));
+        match head.filter(|_| selection.tied_in_full() && embedding.is_none()) {
+            None => Ok(()),
+            Some(key) => Err(self.fail(format!(
+                "{key} without embed_tokens, but the model's head and embedding are one tensor \
+                 (tie_word_embeddings): PEFT trains a copy and leaves the embedding as it was\n  hint: merge it with \
+                 PEFT (merge_and_unload), and name the merged model in model.source"
+            ))),
+        }
+    }
+
     /// A tied head's copy must equal the embedding.
     fn check_tied(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        self.check_head_alone(selection)?;
         let head = format!("{PREFIX}{}.weight", selection.name_of(Group::Head));
         let embedding = selection.name_of(Group::Embedding);
         let Some(t) = trained.iter().find(|t| t.module == embedding) else { return Ok(()) };
@@ -378,13 +398,7 @@ impl Adapter {
                 _ => Ok(()),
             };
         }
-        let Some(embedding) = self.get(t)? else {
-            let why = format!(
-                "{head} without the embedding, but the model's head and embedding are one tensor \
-                 (tie_word_embeddings)"
-            );
-            return Err(self.fail(why).into());
-        };
+        let Some(embedding) = self.get(t)? else { return Ok(()) };
         let head_values = self.tensors.tensor(&head)?;
         let same = head_values.dims() == embedding.dims()
             && (head_values - embedding)?.abs()?.max_all()?.to_scalar::<f32>()? == 0.0;

@@ -2,6 +2,7 @@
 //! its class in `defaults/classes.json`.
 
 use super::layers::by_layer;
+use super::rules::CAP;
 use ft_kernels::swiglu::Joint;
 
 /// Key of the share of a head's channels that rotate.
@@ -222,7 +223,7 @@ pub struct Family {
     pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`, in the class of the text model and in that of a vision checkpoint.
     pub default_tied: bool,
-    /// Keys that this family reads; in others they are refused or have no effect.
+    /// Keys that this family reads; in others they are refused, or have no effect and a note.
     pub reads: &'static [&'static str],
     /// Whether norms multiply by `1 + w`, with w the stored weight.
     pub plus_one: bool,
@@ -566,6 +567,11 @@ impl Family {
     /// Whether layers with experts have a dense feed-forward part beside them.
     pub fn is_beside(&self) -> bool {
         self.experts.is_some_and(|x| x.beside.is_some())
+    }
+
+    /// Whether the class reads a key, `nested` if of a vision checkpoint: that of Gemma 3 does not cap the logits.
+    pub(super) fn reads(&self, key: &str, nested: bool) -> bool {
+        self.reads.contains(&key) && !(key == CAP && nested && !self.by_layer)
     }
 
     /// Every `model_type` of the family.

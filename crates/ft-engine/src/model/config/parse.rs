@@ -4,8 +4,10 @@ use super::defaults::{completed, is_default};
 use super::error::{Error, Result};
 use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
+use super::layers::TYPES;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope;
+use super::rules::{CAP, OF_SOME};
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe};
 use ft_base::store;
@@ -19,7 +21,7 @@ impl Config {
     ///
     /// # Errors
     /// A missing or malformed file, an unknown architecture, or a key that is missing, out of range or
-    /// unsupported; the error names the file and the key.
+    /// unsupported; an override that ties a head unlike the embedding. The error names the file and the key.
     pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
         let file = dir.join("config.json").display().to_string();
         let bytes = store::read_inside(dir, "config.json", store::LARGEST).map_err(|e| {
@@ -34,7 +36,7 @@ impl Config {
             why: format!("not UTF-8 at byte {}", e.valid_up_to()),
         })?;
         let raw = object(text).map_err(|why| Error::Syntax { file: file.clone(), why })?;
-        Self::overridden(&file, raw, overrides).map(|c| c.spelled_as_in(dir))
+        Self::overridden(&file, raw, overrides)?.spelled_as_in(dir).untied_as_in(dir, &file, overrides)
     }
 
     /// Parses a JSON object after replacing keys by `overrides`, of the text model where it is nested; `file` is the
@@ -48,6 +50,7 @@ impl Config {
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
         rope::refuse(&Keys::new(file, overrides))?;
+        name_ministral(&mut raw, overrides);
         let nested = raw.get(Self::TEXT).is_some_and(Value::is_object);
         if nested {
             raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
@@ -89,7 +92,8 @@ impl Config {
     fn read(file: &str, raw: &Map<String, Value>, overrides: &Map<String, Value>) -> Result<Self> {
         let whole = Keys::new(file, raw);
         let text = whole.table(Self::TEXT)?;
-        let family = family_of(file, &whole, text.is_some())?;
+        let nested = text.is_some();
+        let family = family_of(file, &whole, nested)?;
         let scores = scores_of(&whole, family)?;
         let own = text.as_ref().unwrap_or(&whole);
         let mut all = completed(family, own.raw);
@@ -107,6 +111,7 @@ impl Config {
         let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
         let ropes = rope::read(&keys, family, &attention, (head_dim, max_positions))?;
         let unread = rope::unread((own, &keys), family, &ropes, overrides)?;
+        let notes = notes(&keys, (family, nested, tied), &attention, overrides)?;
         let format = whole.weight_format(family)?;
         let config = Self {
             family,
@@ -124,11 +129,11 @@ impl Config {
             scores,
             ropes,
             max_positions,
-            notes: unread.into_iter().chain(notes(&keys, (family, tied), &attention, overrides)?).collect(),
+            notes: unread.into_iter().chain(notes).collect(),
             attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
-            logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
+            logit_cap: if family.reads(CAP, nested) { keys.number(CAP, 1e-6..=1e9)? } else { None },
             biases,
             delta: keys.delta(family, layers)?,
             layer_inputs: keys.layer_inputs(family)?,
@@ -228,13 +233,27 @@ fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
 }
 
 /// Key of a head that shares the embedding's weight.
-const TIED: &str = "tie_word_embeddings";
+pub(super) const TIED: &str = "tie_word_embeddings";
 
-/// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, and
-/// windows.
+/// Renames a Mistral with [`TYPES`], which its class does not read, to Ministral, as transformers' `AutoConfig` does.
+fn name_ministral(raw: &mut Map<String, Value>, overrides: &Map<String, Value>) {
+    let lists = raw.contains_key(TYPES) || overrides.contains_key(TYPES);
+    if !lists || raw.get("model_type").is_none_or(|name| name != "mistral") {
+        return;
+    }
+    raw.insert("model_type".into(), "ministral".into());
+    for class in raw.get_mut("architectures").and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some(of) = class.as_str().and_then(|name| name.strip_prefix("MistralFor")) {
+            *class = format!("MinistralFor{of}").into();
+        }
+    }
+}
+
+/// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, keys of
+/// other classes, and windows.
 fn notes(
     keys: &Keys<'_>,
-    (family, tied): (&Family, bool),
+    (family, nested, tied): (&Family, bool, bool),
     attention: &[LayerAttention],
     overrides: &Map<String, Value>,
 ) -> Result<Vec<String>> {
@@ -243,7 +262,14 @@ fn notes(
         let path = format!("{}.{TIED}", Config::TEXT);
         format!("{path}: {own} has no effect, as in transformers: {TIED} of the whole is {tied}")
     };
-    Ok(other.map(of_tied).into_iter().chain(keys.unread_windows(family, attention, overrides)?).collect())
+    let mut notes: Vec<String> = other.map(of_tied).into_iter().collect();
+    let class = family.nested.filter(|_| nested).map_or(family.architecture, |(_, class)| class);
+    for key in OF_SOME.into_iter().filter(|key| !family.reads(key, nested) && keys.get(key).is_some()) {
+        let why = format!("{class} does not read it");
+        notes.push(keys.without_effect(key, &why, overrides.contains_key(key))?);
+    }
+    notes.extend(keys.unread_windows(family, attention, overrides)?);
+    Ok(notes)
 }
 
 /// Family of this name and the name of its class, `nested` if within a vision checkpoint.

@@ -119,6 +119,12 @@ const READ: &[&str] = &[
     "vocab_size",
 ];
 
+/// Key of the limit of the logits.
+pub(super) const CAP: &str = "final_logit_softcapping";
+
+/// Keys with an effect in the classes of families that read them, and in no other.
+pub(super) const OF_SOME: [&str; 3] = [CAP, "no_rope_layers", "query_pre_attn_scalar"];
+
 /// Keys with an effect on the numbers, each with its neutral value (NaN: none).
 const UNSUPPORTED: &[(&str, f64)] = &[
     ("attention_dropout", 0.0),
@@ -127,15 +133,12 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("clip_qkv", f64::NAN),
     ("embedding_multiplier", 1.0),
     ("embd_pdrop", 0.0),
-    ("final_logit_softcapping", f64::NAN),
     ("hidden_dropout", 0.0),
     ("hidden_dropout_prob", 0.0),
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
-    ("no_rope_layers", f64::NAN),
     ("q_lora_rank", f64::NAN),
     ("kv_lora_rank", f64::NAN),
-    ("query_pre_attn_scalar", f64::NAN),
     ("resid_pdrop", 0.0),
     ("residual_multiplier", 1.0),
     ("router_jitter_noise", 0.0),
@@ -211,6 +214,7 @@ fn knows(key: &str) -> bool {
     HARMLESS.contains(&key)
         || READ.contains(&key)
         || by_layer::READ.contains(&key)
+        || OF_SOME.contains(&key)
         || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 

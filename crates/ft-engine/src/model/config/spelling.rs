@@ -1,8 +1,12 @@
 //! Spelling of a checkpoint's tensors: the text model within a vision checkpoint, and parts that `ft` does not compute.
 
+use super::error::Result;
+use super::keys::Keys;
+use super::parse::TIED;
 use super::types::Config;
 use crate::files::TensorFiles;
 use ft_base::store::{SINGLE, index};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Prefixes of a text model: alone; within a vision checkpoint of transformers 5; as released before it.
@@ -74,5 +78,92 @@ impl Config {
         let holds = |body: &&str| names.iter().any(|n| *n == format!("{body}.embed_tokens.weight"));
         self.body = BODIES.into_iter().find(|b| holds(b)).unwrap_or(self.body);
         self
+    }
+
+    /// The same config, untied if the weights in `dir` have a head unlike the embedding, as in transformers 5; `file`
+    /// is the name in errors.
+    ///
+    /// # Errors
+    /// A head that is tied by `overrides`.
+    pub(super) fn untied_as_in(self, dir: &Path, file: &str, overrides: &Map<String, Value>) -> Result<Self> {
+        let head = format!("{}.weight", self.vocabulary_name());
+        let embedding = format!("{}.weight", self.embedding_name());
+        let has_own = |files: TensorFiles| differ(&files, &head, &embedding);
+        // Files that cannot be read are refused where they are opened to be used.
+        if !self.tied || !TensorFiles::open_model(dir).is_ok_and(has_own) {
+            return Ok(self);
+        }
+        let why = format!("true has no effect, as in transformers: {head} in the file is not {embedding}");
+        let is_new = overrides.contains_key(TIED);
+        let hint = if is_new { "the value is model.override's" } else { "set it to false in config.json" };
+        let note = Keys::new(file, &self.raw).note(TIED, format!("{why}\n  hint: {hint}"), is_new)?;
+        let (mut raw, notes) = (self.raw, self.notes.into_iter().chain([note]).collect());
+        Self::untie(&mut raw);
+        Ok(Self { tied: false, raw, notes, ..self })
+    }
+
+    /// Sets the key of a tied head to false, in the text model of a vision checkpoint too.
+    pub fn untie(raw: &mut Map<String, Value>) {
+        raw.insert(TIED.into(), false.into());
+        if let Some(Value::Object(text)) = raw.get_mut(Self::TEXT) {
+            text.insert(TIED.into(), false.into());
+        }
+    }
+}
+
+/// Bytes of a tensor that are compared at a time.
+const PIECE: usize = 16 << 20;
+
+/// Whether both tensors are there and differ in dtype, shape or a bit.
+fn differ(files: &TensorFiles, a: &str, b: &str) -> bool {
+    let (Some(of_a), Some(of_b)) = (files.info(a), files.info(b)) else { return false };
+    if of_a.dtype != of_b.dtype || of_a.shape != of_b.shape {
+        return true;
+    }
+    let bytes = of_a.bytes() as usize;
+    (0..bytes).step_by(PIECE).any(|first| {
+        let part = |name: &str| files.read_part(name, first..bytes.min(first + PIECE));
+        matches!((part(a), part(b)), (Ok(a), Ok(b)) if a != b)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::write_file;
+    use candle_core::{Device, Tensor};
+    use serde_json::json;
+
+    /// transformers 5 ties head and embedding only if a file does not have both, or has them alike.
+    #[test]
+    fn a_head_unlike_the_embedding_unties() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let [embedding, head] = ["model.embed_tokens.weight", "lm_head.weight"];
+        // more than one piece, and a last value that differs
+        let (vocab, hidden) = (PIECE / 8 + 3, 2);
+        let raw = json!({"model_type": "qwen2", "hidden_size": hidden, "num_attention_heads": 1, "head_dim": 2,
+            "num_key_value_heads": 1, "vocab_size": vocab, "tie_word_embeddings": true});
+        std::fs::write(dir.path().join("config.json"), raw.to_string())?;
+        let load = |set: Value| -> anyhow::Result<Config> {
+            Ok(Config::load(dir.path(), &serde_json::from_value(set)?)?)
+        };
+        let table = vec![1f32; vocab * hidden];
+        let mut other = table.clone();
+        other[vocab * hidden - 1] = 1.0 + f32::EPSILON;
+        for (held, is_tied) in [(None, true), (Some(&table), true), (Some(&other), false)] {
+            let of = |values: &Vec<f32>| Tensor::from_slice(values, (vocab, hidden), &Device::Cpu);
+            let mut tensors = vec![(embedding.to_string(), of(&table)?)];
+            if let Some(held) = held {
+                tensors.push((head.to_string(), of(held)?));
+            }
+            write_file(&dir.path().join(SINGLE), &tensors, &[])?;
+            let c = load(json!({}))?;
+            assert_eq!((c.tied, c.notes.is_empty()), (is_tied, is_tied), "{:?}", c.notes);
+            assert_eq!(c.raw["tie_word_embeddings"], json!(is_tied));
+            assert!(load(json!({"tie_word_embeddings": false})).is_ok_and(|c| !c.tied && c.notes.is_empty()));
+            let e = load(json!({"tie_word_embeddings": true})).err().map(|e| e.to_string());
+            assert_eq!(e.is_some_and(|e| e.contains("model.override's")), !is_tied);
+        }
+        Ok(())
     }
 }

@@ -95,7 +95,7 @@ fn unsupported_configs_are_refused_by_key() {
         ("rope_parameters", json!({"full_attention": {"rope_type": "default"}})),
         ("partial_rotary_factor", json!(0.5)),
         ("attention_dropout", json!(0.1)),
-        ("final_logit_softcapping", json!(30.0)),
+        ("attn_logit_softcapping", json!(30.0)),
         ("layer_types", json!(["full_attention"])),
         ("layer_types", json!(["full_attention", "linear_attention", "full_attention"])),
         ("quantization_config", json!({"quant_method": "gptq"})),

@@ -9,7 +9,7 @@ use ft_base::store::json::short;
 use serde_json::{Map, Value};
 
 /// Key of the type of each layer.
-const TYPES: &str = "layer_types";
+pub(in crate::model::config) const TYPES: &str = "layer_types";
 
 impl Keys<'_> {
     /// Attention of each layer.
@@ -59,12 +59,12 @@ impl Keys<'_> {
         let (size, listed) = (self.window(family)?, self.listed(family, layers)?);
         let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
         let slides: Vec<bool> = match (family.window, listed) {
+            (Window::Never, _) => vec![false; layers],
             (Window::Always | Window::AlwaysIf, _) => vec![true; layers],
             (_, Some(list)) if size.is_none() && list.contains(&true) => {
                 return Err(self.bad(TYPES, "sliding_attention without a sliding_window that is in use"));
             }
             (_, Some(list)) => list,
-            (Window::Never, None) => vec![false; layers],
             (Window::Listed, None) => vec![true; layers],
             (Window::FromLayer, None) => (0..layers).map(|l| l >= from).collect(),
             (Window::EvenBelow, None) => (0..layers).map(|l| l.is_multiple_of(2) && l < from).collect(),
@@ -100,7 +100,7 @@ impl Keys<'_> {
         let of = |t: &Value| match t.as_str() {
             Some("full_attention") => Ok(false),
             Some("linear_attention") if family.delta.is_some() => Ok(false),
-            Some("sliding_attention") if family.window == Window::Never => {
+            Some("sliding_attention") if family.delta.is_some() => {
                 Err(self.bad(TYPES, format!("sliding_attention; {} has none", family.model_type)))
             }
             Some("sliding_attention") => Ok(true),

@@ -3,3 +3,5 @@
 mod attention;
 pub(super) mod by_layer;
 mod delta;
+
+pub(super) use attention::TYPES;

@@ -146,7 +146,10 @@ fn rotary(keys: &Keys<'_>, t: &Keys<'_>, family: &Family, head_dim: usize) -> Re
     let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&PARTIAL);
     if rotary == 0 || !rotary.is_multiple_of(2) || !built {
         let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
-        let what = if built { "an even number" } else { "all" };
+        let what = match built {
+            true => "an even number",
+            false => "all\n  hint: transformers ignores it without a scaling; 1.0 in its place does the same",
+        };
         return Err(bad_share(keys, t, why + what));
     }
     Ok(rotary)
@@ -174,10 +177,12 @@ fn kind_of<'a>(t: &Keys<'a>) -> Result<&'a str> {
     Ok(t.string(kind_key(t))?.unwrap_or(DEFAULT))
 }
 
-/// Whether YaRN's range is rounded: transformers reads the key beside the layer types, not in their tables.
+/// Whether YaRN's range is rounded: transformers reads the key beside the layer types, not in their tables, and null as
+/// false.
 fn truncates(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<bool> {
     let beside = if family.two_ropes { keys.table(ROPE_PARAMETERS)? } else { None };
-    Ok(beside.as_ref().unwrap_or(t).flag(TRUNCATE)?.unwrap_or(true))
+    let t = beside.as_ref().unwrap_or(t);
+    Ok(t.flag(TRUNCATE)?.unwrap_or(!t.raw.contains_key(TRUNCATE)))
 }
 
 /// Refuses scalings that are not built for the family, or that transformers 4 and 5 read differently.
@@ -191,7 +196,8 @@ fn check(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<()> {
     let name = if family.joint_qkv && kind == LONG[1] { LONG[0] } else { kind };
     if !built.contains(&name) {
         let why = format!("{kind}; {} is built with {}", family.model_type, built.join(", "));
-        return Err(t.bad(kind_key(t), why));
+        let hint = "override = { rope_scaling = { rope_type = \"default\" } } under [model] takes it out";
+        return Err(t.bad(kind_key(t), format!("{why}\n  hint: {hint}")));
     }
     if !family.two_ropes {
         return Ok(());

@@ -89,7 +89,7 @@ fn keys_without_effect_are_told() -> Result<()> {
         json!({"model_type": family, "num_hidden_layers": 2, "sliding_window": 64, "use_sliding_window": true,
             "layer_types": types})
     };
-    for family in ["mistral", "mixtral", "phi3", "qwen3_moe"] {
+    for family in ["mixtral", "phi3", "qwen3_moe"] {
         let notes = read(&with_types(family))?.notes;
         assert!(notes.len() == 1 && notes[0].starts_with("layer_types: "), "{family}: {notes:?}");
     }
@@ -101,6 +101,73 @@ fn keys_without_effect_are_told() -> Result<()> {
         let text = json!({"model_type": "gemma3_text", "tie_word_embeddings": inner});
         let c = read(&json!({"model_type": "gemma3", "tie_word_embeddings": outer, "text_config": text}))?;
         assert_eq!((c.tied, c.notes.len()), (outer != Some(false), told), "{:?}", c.notes);
+    }
+    Ok(())
+}
+
+/// Keys that some classes read, and those of other families do not.
+#[test]
+fn keys_of_other_classes_are_told() -> Result<()> {
+    for (key, value, family) in [
+        ("query_pre_attn_scalar", json!(64), "llama"),
+        ("no_rope_layers", json!([]), "llama"),
+        ("final_logit_softcapping", json!(30.0), "qwen2"),
+        ("query_pre_attn_scalar", json!(64), "gemma4_text"),
+        ("layer_types", json!(vec!["sliding_attention"; 40]), "glm4"),
+    ] {
+        let raw = json!({ "model_type": family });
+        let c = read(&with(raw.clone(), &json!({ key: value })))?;
+        assert!(c.notes.len() == 1 && c.notes[0].starts_with(&format!("{key}: ")), "{family}: {:?}", c.notes);
+        assert_eq!((c.logit_cap, c.attention), (None, read(&raw)?.attention), "{family}: {key}");
+        let e = error_of(Config::overridden("config.json", object(&raw), &object(&json!({ key: value }))));
+        assert!(e.contains(&format!("{key}: ")) && e.contains("model.override's"), "{e}");
+    }
+    Ok(())
+}
+
+/// transformers' `AutoConfig` makes a Ministral of a Mistral with this key, null too.
+#[test]
+fn a_mistral_with_layer_types_is_a_ministral() -> Result<()> {
+    let types = json!(["full_attention", "sliding_attention"]);
+    for (of, class) in [("CausalLM", None), ("SequenceClassification", Some(2))] {
+        let raw = json!({"model_type": "mistral", "architectures": [format!("MistralFor{of}")],
+            "num_hidden_layers": 2, "sliding_window": 64});
+        for (types, windows) in [(types.clone(), [None, Some(64_usize)]), (Value::Null, [Some(64); 2])] {
+            let set = json!({ "layer_types": types });
+            let file = read(&with(raw.clone(), &set))?;
+            for c in [file, Config::overridden("config.json", object(&raw), &object(&set))?] {
+                let of_layers: Vec<Option<usize>> = c.attention.iter().map(|a| a.window).collect();
+                assert_eq!(of_layers, windows, "{types}");
+                assert_eq!(c.scores.as_ref().map(Vec::len), class);
+                assert_eq!((&c.raw["model_type"], c.notes.len()), (&json!("ministral"), 0));
+                assert_eq!(c.raw["architectures"], json!([format!("MinistralFor{of}")]));
+            }
+        }
+        assert_eq!(read(&raw)?.family.model_type, "mistral");
+    }
+    Ok(())
+}
+
+/// The class of Gemma 3's vision checkpoints leaves logits as they are; those of text models and of Gemma 4 do not.
+#[test]
+fn a_limit_of_logits_in_a_vision_checkpoint_is_that_of_gemma_4() -> Result<()> {
+    const KEY: &str = "final_logit_softcapping";
+    for (family, text, cap, told) in [
+        ("gemma3", true, None, 1),
+        ("gemma3_text", false, Some(2.0), 0),
+        ("gemma4", true, Some(2.0), 0),
+        ("gemma4_text", false, Some(2.0), 0),
+    ] {
+        let raw = |own: Value| match text {
+            true => json!({"model_type": family, "text_config": own}),
+            false => with(json!({"model_type": family}), &own),
+        };
+        let c = read(&raw(json!({ KEY: 2.0 })))?;
+        assert_eq!((c.logit_cap, c.notes.len()), (cap, told), "{family}: {:?}", c.notes);
+        let path = format!("text_config.{KEY}: 2");
+        assert!(c.notes.iter().all(|n| n.starts_with(&path)), "{:?}", c.notes);
+        let set = Config::overridden("config.json", object(&raw(json!({}))), &object(&json!({ KEY: 2.0 })));
+        assert_eq!(set.is_err(), told == 1, "{family}");
     }
     Ok(())
 }
@@ -126,9 +193,9 @@ fn a_pattern_of_windows_is_read_for_gemma_3_alone() -> Result<()> {
         }
     }
     for (key, value) in
-        [("sliding_window_pattern", json!(3)), ("layer_types", json!(vec!["full_attention"; 32]))]
+        [("sliding_window_pattern", json!(3)), ("layer_types", json!(vec!["sliding_attention"; 32]))]
     {
-        let (raw, set) = (object(&json!({"model_type": "mistral"})), object(&json!({ key: value })));
+        let (raw, set) = (object(&json!({"model_type": "mixtral"})), object(&json!({ key: value })));
         let e = error_of(Config::overridden("config.json", raw, &set));
         assert!(e.contains(&format!(": {key}: ")) && e.contains("model.override's"), "{e}");
     }
