@@ -48,6 +48,7 @@ pub use eval::{add_to, evaluate_loaded, score, scores_line};
 pub use job::{Job, rows, sources};
 pub use merge::compare;
 pub use output::logits_apart;
+pub use preference::reference_model;
 pub use ranks::carries_nothing;
 pub use run::{Options, Outcome, log, run, server, signals};
 pub use session::{Run, Session};

@@ -386,6 +386,22 @@ fn stages_keep_inputs_on_the_device() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The rows of a micro-batch are those that the neediest stage has room for, and the plan is that stage's.
+#[test]
+fn stages_have_micro_batches_of_the_same_rows() -> anyhow::Result<()> {
+    for stages in ["parallel.pipeline=2", "parallel.pipeline=3"] {
+        let at = |rows: &str| {
+            let set = [stages, "run.batch_rows=12", rows];
+            anyhow::Ok(Sweep::new("Qwen/Qwen3-0.6B", &full(), &set, true)?.at(Some(24 << 30)))
+        };
+        let auto = at("run.micro_rows=auto")?;
+        let same = at(&format!("run.micro_rows={}", auto.execution.micro_rows))?;
+        assert_eq!(auto.execution, same.execution);
+        assert_eq!(auto.total(), same.total());
+    }
+    Ok(())
+}
+
 /// On each of its two stages, half of the gradient comes as parts to add, the other half as sums.
 #[test]
 fn stages_exchange_the_gradient_of_a_table_that_they_share() -> anyhow::Result<()> {

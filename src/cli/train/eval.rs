@@ -6,11 +6,11 @@ use crate::cli::console::print;
 use crate::cli::quickstart;
 use crate::infer::{Source, recipe_of, usage};
 use crate::log;
-use crate::train::{self, Job};
+use crate::train::{self, Job, reference_model};
 use ft_base::terminal::warn;
 use ft_engine::walk::{Execution, visit::NoHooks};
 use ft_hub::Want;
-use ft_recipe::{Init, Recipe, Reference, Weights};
+use ft_recipe::{Init, Recipe, Weights};
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -34,9 +34,12 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let (recipe, source) = recipe(args)?;
     let of_run = recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model);
-    if of_run && !matches!(recipe.preference.reference, Reference::Other(_)) {
-        let hint = "preference.reference = PATH of the model that the run began with";
-        return Err(usage(format!("the reference of a model trained in full is its start\n  hint: {hint}")));
+    let is_adapter = |r: &Recipe| matches!(r.lora.init, Init::Adapter(_));
+    if of_run && reference_model::recipe_of(&recipe).as_ref().is_none_or(is_adapter) {
+        let why = "the reference of a model trained in full is its start, or an adapter over its start\n  \
+                   hint: preference.reference = PATH of the model that the run began with; ft merge makes one of \
+                   an adapter";
+        return Err(usage(why));
     }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };

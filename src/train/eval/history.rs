@@ -143,6 +143,20 @@ mod tests {
         assert_eq!(b.told(0.8), "accuracy 0.8000");
     }
 
+    /// Values of a resumed run are those that it wrote, to the bit.
+    #[test]
+    fn values_survive_the_file() -> serde_json::Result<()> {
+        for n in 1..200 {
+            let accuracy = f64::from(n) / 200.0 / 3.0;
+            let line = json!({"event": "eval", "step": 10, "loss": 1.0, "accuracy": accuracy}).to_string();
+            let b = EvalHistory::of(Best::Accuracy, &[serde_json::from_str(&line)?]);
+            assert_eq!(b.best(), Some((10, accuracy)), "{n}");
+        }
+        let read: f64 = serde_json::from_str("0.9333333333333333")?;
+        assert_eq!(read, 14.0 / 15.0);
+        Ok(())
+    }
+
     #[test]
     fn an_evaluation_at_step_0_is_no_result_but_must_be_beaten() {
         let mut b = EvalHistory::new(Best::Loss);

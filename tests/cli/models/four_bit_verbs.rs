@@ -171,6 +171,16 @@ fn exports_of_a_4_bit_mixture_keep_its_logits() {
     }
 }
 
+#[test]
+fn an_export_keeps_rows_of_tokens() {
+    let rules =
+        "[[train]]\nmodules = [\"experts\"]\n\n[[train]]\nmodules = [\"new_tokens\"]\ntokens = [5, 8, 30]\n";
+    let (w, _) = world("qwen3-moe", rules);
+    w.ok(&["run", "r.toml", "run.output=a", "optimizer.lr=0.01"]);
+    let r = w.ok(&["export", "a/adapter", "--to", "peft-fused", "--out", "fused"]);
+    assert!(number_after(&r.err, "its logits are ") <= 1e-5, "{}", r.err);
+}
+
 /// The quantization of the base is recorded in metadata, ignored by other readers, and not in a config key.
 #[test]
 fn adapters_record_the_quantization_of_their_base() {

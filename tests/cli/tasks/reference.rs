@@ -112,17 +112,34 @@ fn another_model_or_adapter_is_the_reference() {
     assert!(changed.code == 2 && changed.err.contains("hash.reference: was "), "{}", changed.err);
 }
 
+/// The recipe of pairs, with modules that train in full from their start.
+fn in_full(modules: &str) -> String {
+    recipe("dpo", &rows("dpo"))
+        .replace("[lora]", &format!("[[train]]\nmodules = [\"{modules}\"]\nmethod = \"full\""))
+        .lines()
+        .filter(|l| !l.starts_with("init"))
+        .map(|l| format!("{l}\n"))
+        .collect()
+}
+
+/// An adapter over the start of a model is no adapter over its end.
+#[test]
+fn an_adapter_is_no_reference_of_a_model_trained_in_full() {
+    let w = World::new();
+    w.write("r.toml", in_full("/.*/"));
+    let adapter = format!("preference.reference={}/adapter_init", fixture());
+    let eval = format!("data.eval=[{{source='{}', format='preference'}}]", rows("dpo"));
+    w.ok(&["run", "r.toml", &adapter, &eval]);
+    let r = w.ft(&["eval", "out", &adapter, &eval]);
+    let says = ["or an adapter over its start", "hint: preference.reference = PATH"];
+    assert!(r.code == 2 && says.iter().all(|s| r.err.contains(s)), "{}", r.err);
+}
+
 /// What trains in full starts at the adapter's values, and the reference stays there.
 #[test]
 fn tensors_in_full_of_an_adapter_stay_at_their_start() {
     let w = World::new();
-    let full = recipe("dpo", &rows("dpo"))
-        .replace("[lora]", "[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"")
-        .lines()
-        .filter(|l| !l.starts_with("init"))
-        .map(|l| format!("{l}\n"))
-        .collect::<String>();
-    w.write("norms.toml", &full);
+    w.write("norms.toml", in_full("norms"));
     w.ok(&["run", "norms.toml", "run.output=norms"]);
     w.write("r.toml", recipe("dpo", &rows("dpo")));
     w.ok(&["run", "r.toml", "lora.init=norms/adapter"]);

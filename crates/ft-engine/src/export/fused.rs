@@ -12,7 +12,7 @@
 //! and the config's scale is 1.
 
 use crate::adapters::peft::{self, PREFIX, metadata};
-use crate::adapters::{Adapter, Choice, Error, Part, Selection, part_name};
+use crate::adapters::{Adapter, Choice, Error, Part, PeftConfig, Selection, part_name};
 use crate::files::TensorFiles;
 use crate::model::modules::{Group, Module};
 use crate::model::{Config, Moe};
@@ -342,6 +342,7 @@ fn fuse(
 pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, HashMap<String, Tensor>)> {
     let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
     let mut selection = Selection::frozen(config);
+    selection.tokens_of(config, &PeftConfig::load(dir)?)?;
     let mut values = HashMap::new();
     let get = |name: &str| files.tensor(name, DType::F32, &Device::Cpu);
     let path = dir.join("adapter_config.json");
@@ -384,18 +385,17 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
             *c = Choice::Lora { spec: unit(rank), lr_scale: 1.0 };
             continue;
         }
-        for part in [Part::Weight, Part::Bias, Part::A, Part::B] {
-            let part = part_name(m, part);
-            let key = format!("{PREFIX}{name}.{part}");
+        for part in [Part::Weight, Part::Bias, Part::A, Part::B, Part::Rows] {
+            let word = part_name(m, part);
+            let key = format!("{PREFIX}{name}.{word}");
             let Some(info) = files.info(&key) else { continue };
             *c = match part {
-                "weight" | "bias" => Choice::Full { lr_scale: 1.0 },
-                _ => Choice::Lora {
-                    spec: unit(if part.contains("_A") { info.shape[0] } else { info.shape[1] }),
-                    lr_scale: 1.0,
-                },
+                Part::Weight | Part::Bias => Choice::Full { lr_scale: 1.0 },
+                Part::A => Choice::Lora { spec: unit(info.shape[0]), lr_scale: 1.0 },
+                Part::B => Choice::Lora { spec: unit(info.shape[1]), lr_scale: 1.0 },
+                Part::Rows | Part::Magnitude => *c,
             };
-            values.insert(format!("{}.{part}", m.name), get(&key)?);
+            values.insert(format!("{}.{word}", m.name), get(&key)?);
         }
     }
     Ok((selection, values))
@@ -404,7 +404,7 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapters::{PeftConfig, Trained};
+    use crate::adapters::Trained;
 
     /// PEFT loads embedding and head of a tied model from a tensor each.
     #[test]

@@ -6,7 +6,7 @@ use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Theory, rounded};
 use crate::resolve::products;
-use crate::search::{Inputs, Prepared, SearchResult, choose};
+use crate::search::{Inputs, Prepared, SearchResult, choose, choose_with_rows};
 use crate::time::actions::{Actions, StageActions};
 use crate::workload::ReferencePass;
 use ft_engine::model::units::partition;
@@ -36,10 +36,17 @@ impl Plan {
 
     fn of_stages(i: &Inputs<'_>, kinds: &[Prepared<'_>]) -> ft_base::Result<Self> {
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
+        let mut decisions = kinds.iter().map(choose).collect::<candle_core::Result<Vec<_>>>()?;
+        // All stages run micro-batches of the same rows: those of the stage with the least room for them.
+        let rows = decisions.iter().map(|d| d.execution.micro_rows).min().unwrap_or(1);
+        for (prepared, decision) in kinds.iter().zip(&mut decisions) {
+            if decision.execution.micro_rows > rows {
+                *decision = choose_with_rows(prepared, rows)?;
+            }
+        }
         let mut plans = Vec::new();
         // of stages alike, the lowest has the most micro-batches between their passes
-        for prepared in kinds {
-            let decision = choose(prepared)?;
+        for (prepared, decision) in kinds.iter().zip(decisions) {
             plans.push(Self::of(i, prepared, decision, server.clone())?);
         }
         let slowest = plans.iter().map(|p| p.work).max_by(|a, b| a.total().total_cmp(&b.total()));
@@ -67,9 +74,9 @@ impl Plan {
     }
 
     /// Order of stages by their needs; all stages run by the settings of the greatest.
-    fn needs(&self) -> (std::cmp::Reverse<usize>, usize, usize, u64) {
-        let (e, r) = (&self.execution, self.execution.recompute);
-        (std::cmp::Reverse(e.micro_rows), r.products(), r.layers(), self.total())
+    fn needs(&self) -> (usize, usize, u64) {
+        let r = self.execution.recompute;
+        (r.products(), r.layers(), self.total())
     }
 
     fn of(

@@ -113,7 +113,15 @@ pub fn least_work(i: &Inputs<'_>) -> ft_base::Result<(f64, usize)> {
 /// Takes the fastest combination that fits and leaves the reserve free; if none does, the one with the
 /// smallest peak.
 pub fn choose(p: &Prepared<'_>) -> Result<SearchResult> {
-    let space = SearchSpace::of(p);
+    search(p, SearchSpace::of(p))
+}
+
+/// As [`choose`], with micro-batches of so many rows.
+pub fn choose_with_rows(p: &Prepared<'_>, rows: usize) -> Result<SearchResult> {
+    search(p, SearchSpace { rows: vec![rows], ..SearchSpace::of(p) })
+}
+
+fn search(p: &Prepared<'_>, space: SearchSpace) -> Result<SearchResult> {
     let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
     let largest = space.rows[space.rows.len() - 1];
     let whole = (p.workload(largest).train, largest);

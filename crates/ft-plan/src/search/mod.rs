@@ -5,6 +5,6 @@ mod choose;
 mod prepared;
 mod reasons;
 
-pub use choose::{SearchResult, choose, least_work, reserve};
+pub use choose::{SearchResult, choose, choose_with_rows, least_work, reserve};
 pub use prepared::{Inputs, KnownModels, Prepared};
 pub use reasons::Reasons;

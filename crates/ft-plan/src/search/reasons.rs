@@ -151,6 +151,9 @@ impl Explanation<'_, '_> {
                 "auto: what takes least; the reserve does not fit beside more".to_string()
             }
             (true, Some(_)) => "auto: not even one row fits".to_string(),
+            (true, None) if r.parallel.pipeline > 1 && self.open.rows.len() == 1 => {
+                "auto: as many as fit on every stage".to_string()
+            }
             (true, None) => {
                 format!("auto: the fastest of {:?}, with what each has to recompute", self.open.rows)
             }

@@ -57,7 +57,7 @@ impl Selection {
     }
 
     /// Applies `trainable_token_indices` of a PEFT adapter.
-    fn tokens_of(&mut self, config: &Config, peft: &PeftConfig) -> Result<(), Error> {
+    pub(crate) fn tokens_of(&mut self, config: &Config, peft: &PeftConfig) -> Result<(), Error> {
         let fail = |why: String| Error::Peft {
             file: peft.file.clone(),
             why: format!("trainable_token_indices: {why}"),
