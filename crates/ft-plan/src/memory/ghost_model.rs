@@ -47,19 +47,18 @@ pub struct GhostModel {
 type Kind<'a> = (Vec<&'a Choice>, bool, (LayerAttention, bool), bool);
 
 impl GhostModel {
-    /// Builds the model from a config and a module selection. `weights` is the quantization of linear
-    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `experts`
-    /// are the tensor-parallel and expert-parallel world sizes, `units` those of the planned stage.
+    /// Builds the model from a config and a module selection. `dtype` is that of the computation; `weights` is the
+    /// quantization of linear layers and whether frozen matrices are stored with room for their adapters; `tensor` and
+    /// `experts` are the tensor-parallel and expert-parallel world sizes, `units` those of the planned stage.
     pub fn new(
         config: &Config,
         selection: &Selection,
         weights: (Quantize, bool),
-        machine: Machine,
+        (machine, dtype): (Machine, DType),
         (tensor, experts): (usize, usize),
         units: Units,
     ) -> ft_base::Result<Self> {
         let ledger = Ledger::new(machine);
-        let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = config;
         let mut layers: Vec<Vec<usize>> = vec![Vec::new(); c.layers];
         let (mut first, mut last) = (Vec::new(), Vec::new());

@@ -3,6 +3,7 @@
 use super::{GhostModel, ModelStates, Settings, Simulation, StepInputs};
 use crate::time::{CostModel, Work};
 use crate::workload::Tokens;
+use candle_core::DType;
 use ft_engine::adapters::Selection;
 use ft_engine::model::{Config, Units};
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
@@ -31,8 +32,9 @@ fn works<R>(
     );
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
-    let shape =
-        GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1), Units::all(config.layers))?;
+    let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
+    let (computes, all) = ((machine, dtype), Units::all(config.layers));
+    let shape = GhostModel::new(&config, &selection, (quantize, true), computes, (1, 1), all)?;
     let run = StepInputs {
         shape: &shape,
         states: &ModelStates::default(),

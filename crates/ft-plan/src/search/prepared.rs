@@ -3,9 +3,11 @@
 use crate::error::Error;
 use crate::host::sum;
 use crate::memory::{Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
+use crate::model::dtype;
 use crate::time::CostModel;
 use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
+use candle_core::DType;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
@@ -94,7 +96,13 @@ impl<'a> Prepared<'a> {
         let quantize = inputs.recipe.model.quantize;
         let split = (p.tensor, p.expert);
         let weights = (quantize, inputs.recipe.has_rooms());
-        let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split, units)?;
+        // Kernels of CUDA take both half precisions alike; products of the CPU do not.
+        let dtype = match dtype(inputs.recipe.model.dtype, inputs.machine.cuda) {
+            DType::F16 if inputs.machine.cuda => DType::BF16,
+            dtype => dtype,
+        };
+        let computes = (inputs.machine, dtype);
+        let shape = GhostModel::new(inputs.config, inputs.selection, weights, computes, split, units)?;
         if inputs.recipe.memory.dequantize == ft_recipe::Dequantize::PerLayer
             && shape.kinds.iter().any(Layer::reads_codes)
         {
