@@ -1,6 +1,5 @@
 //! Unparsed rows.
 
-use crate::shape::values::parsed;
 use ft_base::store::json;
 use serde_json::Value;
 
@@ -56,7 +55,7 @@ impl RawRow {
                 "not UTF-8; encoding, beside source, names another one".into(),
             ));
         }
-        parsed(bytes).map_err(|e| {
+        json::value(bytes).map_err(|e| {
             let text = json::describe(&e, "not JSON");
             let message = text.rsplit_once(" at line ").map_or(text.as_str(), |t| t.0);
             let column = if e.line() <= 1 { self.column - 1 + e.column() } else { e.column() };

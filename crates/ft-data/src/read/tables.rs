@@ -4,7 +4,7 @@ use super::lines::Lines;
 use super::quotes::{Quotes, separator};
 use super::row::{LONGEST_ROW, RawRow, too_long};
 use crate::error::Error;
-use crate::shape::{schema::Schema, values::parsed};
+use crate::shape::schema::Schema;
 use csv::{ByteRecord, ErrorKind};
 use ft_base::error::Location;
 use ft_base::store::json;
@@ -176,7 +176,7 @@ impl Table {
                 (false, _) if text.contains('\r') => text.replace("\r\n", "\n").replace('\r', "\n").into(),
                 (false, _) => Value::from(text),
                 (true, true) => Value::Null,
-                (true, false) => parsed(cell).map_err(|e| {
+                (true, false) => json::value(cell).map_err(|e| {
                     let not_json = "expected JSON, as the format reads a list here";
                     format!("{name}: {}", json::describe(&e, not_json))
                 })?,

@@ -3,7 +3,7 @@
 use super::keys::{self, REASONING};
 use super::schema::Schema;
 use super::values::is_reserved;
-use super::values::{brief, kind, missing, parsed};
+use super::values::{brief, kind, missing};
 use ft_base::store::json;
 use ft_recipe::Mask;
 use serde_json::{Map, Value, json};
@@ -204,7 +204,7 @@ impl Schema {
 fn opened(value: Value, name: &str) -> Result<Value, String> {
     match value {
         Value::String(s) if s.trim().is_empty() => Ok(Value::Null),
-        Value::String(s) => parsed(s.as_bytes())
+        Value::String(s) => json::value(s.as_bytes())
             .map_err(|e| format!("{name}: {}", json::describe(&e, "a string that is not JSON"))),
         other => Ok(other),
     }
@@ -213,7 +213,7 @@ fn opened(value: Value, name: &str) -> Result<Value, String> {
 /// The calls of a message of role [`CALL`]: one or a list, as JSON.
 fn calls_in(text: &str) -> Result<Value, String> {
     let not_json = "expected a call as JSON, with name and arguments";
-    let calls = match parsed(text.as_bytes()).map_err(|e| json::describe(&e, not_json))? {
+    let calls = match json::value(text.as_bytes()).map_err(|e| json::describe(&e, not_json))? {
         Value::Array(list) if list.is_empty() => return Err("the list of calls is empty".into()),
         Value::Array(list) => list,
         call => vec![call],
@@ -276,7 +276,7 @@ fn open_calls(calls: &mut Value) -> Result<(), String> {
         let opened = match arguments {
             Value::Null => Value::Object(Map::new()),
             Value::String(s) if s.trim().is_empty() => Value::Object(Map::new()),
-            Value::String(s) => parsed(s.as_bytes()).map_err(|e| {
+            Value::String(s) => json::value(s.as_bytes()).map_err(|e| {
                 format!("{at}.arguments: {}", json::describe(&e, "a string that is not JSON"))
             })?,
             _ => arguments.take(),

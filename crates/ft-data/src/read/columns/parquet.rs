@@ -3,7 +3,7 @@
 use super::{FEATURES, class_names, levels, not_finite, pages};
 use crate::error::Error;
 use crate::read::row::RawRow;
-use crate::shape::{schema::Schema, values::parsed};
+use crate::shape::schema::Schema;
 use ft_base::store;
 use ft_base::store::json;
 use ft_base::terminal::panics::caught;
@@ -173,7 +173,7 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
         Field::Float16(x) => float(f64::from(*x)),
         Field::Float(x) => float(f64::from(*x)),
         Field::Double(x) => float(*x),
-        Field::Str(text) => match parsed(text.as_bytes()) {
+        Field::Str(text) => match json::value(text.as_bytes()) {
             Ok(value) => value,
             Err(e) if read => return Err(format!(": {}", json::describe(&e, "not JSON"))),
             Err(_) => text.as_str().into(),
