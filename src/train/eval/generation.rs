@@ -5,7 +5,7 @@ use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::step::Stop;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
-use ft_data::{Dataset, Scores, question, rouge_l};
+use ft_data::{Dataset, Scores, Tokenizer, question, rouge_l};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
 use ft_engine::walk::visit::Hooks;
@@ -48,20 +48,13 @@ pub fn score(
     if g.samples == 0 {
         return Ok(None);
     }
-    check_tokenizer(job)?;
+    check(job, Some(data))?;
     let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
     let fail = |e: regex::Error| Error::at(&job.recipe, "generate.regex", e);
     let regex = g.regex.as_deref().map(Regex::new).transpose().map_err(fail)?;
     let (mut scores, mut answers) = (Scores::default(), Vec::new());
-    for i in 0..data.samples.len() {
-        if scores.samples == g.samples {
-            break;
-        }
-        let Some((prompt, reference)) =
-            data.samples.get(i)?.map(|e| question(&e, tokenizer)).transpose()?.flatten()
-        else {
-            continue;
-        };
+    for found in questions(data, tokenizer).take(g.samples) {
+        let (i, (prompt, reference)) = found?;
         check_signal(stop)?;
         let temperature = g.temperature;
         let sampling = if temperature > 0.0 { Sampling::All { temperature } } else { Sampling::ArgMax };
@@ -81,12 +74,19 @@ pub fn score(
             answers.push(Answer { prompt, reply: reply.text, reference, exact_match, rouge_l });
         }
     }
-    if scores.samples == 0 {
-        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have \
-                   none, and data.max_length may cut them\n  hint: leave it out";
-        return Err(Error::at(&job.recipe, "generate.samples", why).into());
-    }
     Ok(Some((scores.means(), answers)))
+}
+
+/// Samples with a prompt and a whole answer to it: number, tokens of the prompt, answer.
+fn questions<'a>(
+    data: &'a Dataset,
+    tokenizer: &'a Tokenizer,
+) -> impl Iterator<Item = Result<(usize, (Vec<u32>, String)), ft_data::Error>> + 'a {
+    (0..data.samples.len()).filter_map(move |i| {
+        let sample = data.samples.get(i).transpose()?;
+        let found = sample.and_then(|sample| question(&sample, tokenizer)).transpose()?;
+        Some(found.map(|found| (i, found)))
+    })
 }
 
 fn check_signal(stop: Stop<'_>) -> Result<(), Error> {
@@ -96,16 +96,23 @@ fn check_signal(stop: Stop<'_>) -> Result<(), Error> {
     }
 }
 
-/// Checks that the model can generate answers.
+/// Checks that the model can generate answers to evaluation data.
 ///
 /// # Errors
-/// `generate.samples` is set, but the model has no tokenizer.
-pub fn check_tokenizer(job: &Job) -> Result<(), Error> {
-    if job.tokenizer.is_some() || job.recipe.generate.samples == 0 {
+/// `generate.samples` is set, but the model has no tokenizer, or the data no sample to ask.
+pub fn check(job: &Job, data: Option<&Dataset>) -> ft_base::Result<()> {
+    if job.recipe.generate.samples == 0 {
         return Ok(());
     }
-    let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
-    Err(Error::at(&job.recipe, "generate.samples", why))
+    let why = match (&job.tokenizer, data) {
+        (None, _) => "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out",
+        (Some(tokenizer), Some(data)) if questions(data, tokenizer).next().transpose()?.is_none() => {
+            "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have none, and \
+             data.max_length may cut them\n  hint: leave it out"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::at(&job.recipe, "generate.samples", why).into())
 }
 
 /// Adds scores to an event of `metrics.jsonl`.

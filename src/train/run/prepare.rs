@@ -10,7 +10,7 @@ use crate::train::Error;
 use crate::train::bench::probe_before;
 use crate::train::checkpoint::identity::Identity;
 use crate::train::checkpoint::state::{self, State};
-use crate::train::eval::{EvalHistory, check_tokenizer};
+use crate::train::eval::{EvalHistory, check_questions};
 use crate::train::job::{self, Job};
 use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
@@ -234,6 +234,6 @@ fn check_inputs(
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
     job.check()?;
     job::samples(&job.recipe, job.tokenizer.as_deref())?;
-    check_tokenizer(&job)?;
+    check_questions(&job, eval.as_ref())?;
     Ok(CheckedInputs { job, other, data, eval, batches, schedule, result, saved })
 }

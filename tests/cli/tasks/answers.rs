@@ -110,6 +110,11 @@ fn generation_without_a_prompt_or_with_idle_keys_is_refused() {
     w.write("text.jsonl", "{\"text\": \"no prompt at all\"}\n");
     for (set, code, says) in [
         (&["data.eval.0.source=text.jsonl", "data.eval.0.format=text"][..], 2, "has a prompt"),
+        (
+            &["data.eval.0.source=text.jsonl", "data.eval.0.format=text", "run.eval_at_start=false"],
+            2,
+            "has a prompt",
+        ),
         (&["generate.regex=("], 2, "generate.regex"),
         (&["data.eval=[]", "run.eval_at_start=false"], 2, "generate.samples does nothing"),
         (&["generate.samples=0"], 2, "generate.regex does nothing"),
@@ -117,6 +122,7 @@ fn generation_without_a_prompt_or_with_idle_keys_is_refused() {
     ] {
         let r = w.ft(&[&["run", "r.toml"][..], set].concat());
         assert!(r.code == code && r.err.contains(says), "{set:?}: {} {}", r.code, r.err);
+        assert!(!r.err.contains("step 1/"), "{set:?}: {}", r.err);
     }
 }
 
