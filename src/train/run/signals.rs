@@ -28,8 +28,13 @@ struct Handlers {
     seen: Arc<AtomicUsize>,
 }
 
-/// Signal handling of a run. Dropping it restores immediate exit.
-pub struct Signals(Handlers);
+/// Signal handling of a run. Dropping it restores immediate exit, unless another rank's signal stopped the run: this
+/// process then awaits the same signal, which must not cut its report short.
+pub struct Signals {
+    handlers: Handlers,
+    /// Whether another rank received a signal before this process.
+    is_told: AtomicBool,
+}
 
 impl Signals {
     /// Registers the handlers. A signal ends the process with its exit code until [`Signals::hold`] is
@@ -44,22 +49,23 @@ impl Signals {
             }
         };
         handlers.seen.store(0, Ordering::Relaxed);
-        Ok(Self(handlers))
+        handlers.at_once.store(true, Ordering::Relaxed);
+        Ok(Self { handlers, is_told: AtomicBool::new(false) })
     }
 
     /// Defers the first signal from here on, to be read by [`Signals::seen`].
     pub fn hold(&self) {
-        self.0.at_once.store(false, Ordering::Relaxed);
+        self.handlers.at_once.store(false, Ordering::Relaxed);
     }
 
     /// Restores immediate exit on a signal.
     pub fn release(&self) {
-        self.0.at_once.store(true, Ordering::Relaxed);
+        self.handlers.at_once.store(true, Ordering::Relaxed);
     }
 
     /// Name and exit code of the signal received, if any.
     pub fn seen(&self) -> Option<(&'static str, ExitCode)> {
-        let place = self.0.seen.load(Ordering::Relaxed).checked_sub(1)?;
+        let place = self.handlers.seen.load(Ordering::Relaxed).checked_sub(1)?;
         SIGNALS.get(place).map(|(_, name, code)| (*name, *code))
     }
 
@@ -70,19 +76,22 @@ impl Signals {
 
     /// Signal received, as a number to share between ranks; 0 for none.
     pub fn asked(&self) -> u64 {
-        self.0.seen.load(Ordering::Relaxed) as u64
+        self.handlers.seen.load(Ordering::Relaxed) as u64
     }
 
     /// Records a signal received by another rank, unless this process received one.
     pub fn hear(&self, asked: u64) {
         let place = usize::try_from(asked).unwrap_or_default();
-        let _ = self.0.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
+        let heard = self.handlers.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
+        self.is_told.fetch_or(heard.is_ok(), Ordering::Relaxed);
     }
 }
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        self.release();
+        if !*self.is_told.get_mut() {
+            self.release();
+        }
     }
 }
 
@@ -115,4 +124,32 @@ fn ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:")).map(str::trim);
     mask.and_then(|m| u64::from_str_radix(m, 16).ok()).is_some_and(|m| m >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Handlers of this test alone, which no signal reaches.
+    fn held() -> (Signals, Arc<AtomicBool>) {
+        let handlers = Handlers { at_once: Arc::default(), seen: Arc::default() };
+        let at_once = Arc::clone(&handlers.at_once);
+        (Signals { handlers, is_told: AtomicBool::new(false) }, at_once)
+    }
+
+    /// The signal of all ranks may come to a rank after the others have told of it, and leaves it time to report.
+    #[test]
+    fn a_signal_told_by_another_rank_is_awaited() {
+        let (signals, at_once) = held();
+        signals.hear(2);
+        assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)));
+        drop(signals);
+        assert!(!at_once.load(Ordering::Relaxed));
+        let (signals, at_once) = held();
+        signals.handlers.seen.store(2, Ordering::Relaxed);
+        signals.hear(1);
+        assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)), "its own came first");
+        drop(signals);
+        assert!(at_once.load(Ordering::Relaxed));
+    }
 }
