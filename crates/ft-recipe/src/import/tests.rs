@@ -572,6 +572,8 @@ fn values_that_lose_something_are_not_supported() {
         (bare, "datasets: [{path: a.jsonl, train_on_eos: none}]", Fate::NotSupported),
         (bare, "datasets: [{path: a.jsonl, train_on_eos: last}]", Fate::NotSupported),
         (bare, "datasets: [{path: a.jsonl, train_on_eos: turn}]", Fate::NoEffect),
+        (bare, "datasets: [{path: a.jsonl, message_field_role: speaker}]", Fate::NotSupported),
+        (bare, "datasets: [{path: a.jsonl, message_field_content: value}]", Fate::NoEffect),
         (axolotl, "plugins: [axolotl.integrations.liger.LigerPlugin]", Fate::NoEffect),
         (
             axolotl,
