@@ -7,11 +7,14 @@ use crate::inference::Server;
 use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
+use ft_engine::adapters::initial::initials;
 use ft_engine::adapters::{self, PeftConfig, Selection, Trained};
+use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::units::partition;
 use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
+use ft_engine::params::build::check_full;
 use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
 use ft_engine::ranks::Mesh;
 use ft_hub::Settings;
@@ -367,6 +370,11 @@ pub fn selection(
     selection.check_learning_rates(recipe)?;
     check_adapters(recipe, &selection)?;
     check_moments(recipe, &selection)?;
+    if recipe.lora.init.adapter().is_none() {
+        // Weights of bitsandbytes are known by the files alone, which are checked when opened.
+        let base = Base::random(config.clone(), 0).in_nf4(recipe.model.quantize == Quantize::Nf4);
+        check_full(&base.with_initials(initials(recipe, &selection)?), &selection, None)?;
+    }
     Ok(selection)
 }
 

@@ -81,6 +81,24 @@ fn layers_below_the_lowest_trained_one_save_no_activations() -> anyhow::Result<(
     Ok(())
 }
 
+/// Methods that a run refuses for the weights of the model have no plan.
+#[test]
+fn weights_that_cannot_train_so_are_refused() -> anyhow::Result<()> {
+    const EVERYTHING: &str =
+        "[\"attention\", \"sinks\", \"router\", \"experts\", \"norms\", \"embedding\", \"head\"]";
+    let (tied, gpt_oss) = ("Qwen/Qwen3-0.6B", "openai/gpt-oss-20b");
+    let (head, nf4) = (rule("[\"head\"]", ""), &["model.quantize=nf4"][..]);
+    for (source, rules, set, says) in [
+        (tied, &head, &["lora.init=olora"][..], "lora.init = \"olora\" on lm_head"),
+        (tied, &full(), nf4, "nothing is left to quantize"),
+        (gpt_oss, &rule(EVERYTHING, "method = \"full\""), &[], "cannot train in full"),
+    ] {
+        let e = plan(source, rules, set, true).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(e.contains(says), "{source} {set:?}: {e}");
+    }
+    Ok(())
+}
+
 /// A recipe on one machine, to plan under various budgets.
 struct Sweep {
     recipe: Recipe,

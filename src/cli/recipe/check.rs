@@ -8,7 +8,8 @@ use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
-use ft_engine::adapters::{Adapter, initial};
+use ft_engine::adapters::Adapter;
+use ft_engine::adapters::initial::initials;
 use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
 use ft_hub::{Settings, Want};
@@ -216,13 +217,6 @@ impl Check<'_> {
             self.keep(adapter.check_against(selection, &selection.trained()));
             self.keep(adapter.check_values());
         }
-        // 4-bit weights of the checkpoint itself are unknown before it is downloaded
-        if let Some(selection) = &found.selection {
-            let quantize = recipe.model.quantize == Quantize::Nf4;
-            let initials = self.keep(initial::initials(recipe, selection)).flatten();
-            let base = Base::random(config.clone(), 0).in_nf4(quantize).with_initials(initials);
-            self.keep(check_full(&base, selection, adapter));
-        }
         if recipe.model.weights == Weights::Random {
             return;
         }
@@ -238,6 +232,8 @@ impl Check<'_> {
         let Some(base) = self.keep(Base::open(config.clone(), &model.dir)) else { return };
         self.keep(base.check());
         if let Some(selection) = &found.selection {
+            let initials = self.keep(initials(recipe, selection)).flatten();
+            let base = base.clone().in_nf4(recipe.model.quantize == Quantize::Nf4).with_initials(initials);
             self.keep(check_full(&base, selection, adapter));
         }
         if let (Some(adapter), Some(files)) = (adapter, base.files()) {

@@ -151,7 +151,7 @@ impl Base {
 
     fn has_4bit(&self, m: &Module, full: bool) -> bool {
         let stored = |files| quant::find(files, &m.weight_name()).is_some();
-        self.config.holds_4bit() && self.read_for(full).is_some_and(stored)
+        m.is_mxfp4() || self.config.is_bitsandbytes() && self.read_for(full).is_some_and(stored)
     }
 
     /// Reads a range of a module's weight or bias, as a vector in `dtype` on `device`. For weights
