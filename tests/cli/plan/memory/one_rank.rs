@@ -20,6 +20,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
     let moe = mixture();
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    let experts_alone = "[[train]]\nmodules = [\"experts\"]\n";
     let everything = FULL.replace("\"mlp\"", "\"experts\", \"router\"");
     let (qwen3, tied, qwen2) = (config("qwen3", false), config("qwen3", true), config("qwen2", false));
     let some = "[[train]]\nmodules = [\"experts\"]\nexperts = [0, 1]\nmethod = \"full\"\n[[train]]\n\
@@ -41,6 +42,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&qwen3, LORA, &full_rows, &["model.dtype=f16", "memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["model.dtype=f16", "memory.recompute=all"]),
         (&moe, experts, &full_rows, &["model.dtype=f16", "memory.recompute=2"]),
+        (&moe, experts_alone, &full_rows, &["model.dtype=f16", "memory.recompute=all"]),
         (&tied, FULL, &ragged, &["memory.recompute=none"]),
         (&tied, FULL, &ragged, &["data.pack=false", "run.micro_rows=4"]),
         (&qwen2, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=2"]),

@@ -149,7 +149,7 @@ impl<'a> Ghosts<'a> {
     fn slot(&mut self, (m, part): (&Module, Part), rows: usize, cols: usize) -> Slot {
         let offset = self.used;
         self.used += rows * cols;
-        Slot { index: 0, flat: self.buffer(m, part), offset, rows, cols }
+        Slot { index: offset, flat: self.buffer(m, part), offset, rows, cols }
     }
 
     fn tensor(&mut self, (m, part): (&Module, Part), shape: &[usize]) -> (Tensor, Option<Slot>) {

@@ -56,11 +56,8 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
         // Operands of another dtype are all copied at once, or packed by each thread. The FLOPs are
         // recorded with the expert.
         let copies = |p: &GradProduct| {
-            if p.a.dtype() == flat.dtype() {
-                0.0
-            } else {
-                p.alike * (4 * (p.a.elem_count() + p.b.elem_count())) as f64
-            }
+            let other = [&p.a, &p.b].into_iter().filter(|t| t.dtype() != flat.dtype());
+            p.alike * other.map(|t| 4 * t.elem_count()).sum::<usize>() as f64
         };
         let packed =
             |p: &GradProduct| Ok(pairs::packing((p.rows, p.a.dim(0)?, p.cols), 1, (true, false), false));
