@@ -133,9 +133,6 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let replicas = std::mem::take(&mut model.replicas);
     let state = Arc::new(state(args, key, model, &replicas));
 
-    // from here on a signal ends the server, and a second one the process
-    signals.hold();
-    serving.store(true, Ordering::Relaxed);
     let (over, outcome) = std::sync::mpsc::channel();
     let (shared, end) = (state.clone(), ending.0.clone());
     let work = move || {
@@ -144,6 +141,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     let replicas = std::thread::Builder::new().name("replicas".into()).spawn(work).map_err(fail)?;
     let web = http::start(listener, state, ending).map_err(fail)?;
+    // with both listeners there, a signal or the end of stdin ends the server, and a second signal the process
+    signals.hold();
+    serving.store(true, Ordering::Relaxed);
     print(&format!("http://{local}/v1\n"))?;
     if !args.until_eof {
         tell("ctrl-c ends it");

@@ -276,13 +276,13 @@ fn rows_left_out_are_shown_counted_and_bounded() {
     let w = World::new();
     let row = |question: String| json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Yes."}]});
     let long = |i: usize| row(if i < 4 { "Really? ".repeat(99) } else { format!("Is {i} a number?") });
-    let mut rows: Vec<Value> = (0..10).map(long).collect();
+    let mut rows: Vec<Value> = (0..9).map(long).collect();
     rows.push(json!({"messages": []}));
     small(&w, "messages", &rows);
     let skip = "data.on_bad_row=skip";
-    let told = "data.train: of 11 rows 5 are left out: 1 not what the format asks for, 4 empty mask after truncation";
+    let told = "data.train: of 10 rows 5 are left out: 1 not what the format asks for, 4 empty mask after truncation";
     for verb in ["check", "data", "run"] {
-        let r = w.ok(&[verb, "r.toml", skip]);
+        let r = w.ok(&[verb, "r.toml", skip, "data.drop_share=0.5"]);
         assert_eq!(warned(&r.err, told), 1, "{verb}: {}", r.err);
         let few = w.ft(&[verb, "r.toml", skip, "data.drop_share=0.4", "run.output=p"]);
         assert_eq!(few.code, 3, "{verb}: {}", few.err);
@@ -290,9 +290,9 @@ fn rows_left_out_are_shown_counted_and_bounded() {
         assert!(few.err.contains("raise data.max_length"), "{verb}: {}", few.err);
     }
     let start = &w.events("o", "start")[0]["data"];
-    assert_eq!((&start["rows_read"], &start["left_out"]["empty_after_truncation"]), (&json!(11), &json!(4)));
+    assert_eq!((&start["rows_read"], &start["left_out"]["empty_after_truncation"]), (&json!(10), &json!(4)));
     let card = w.text("o/adapter/README.md");
-    assert!(card.contains("of 11 rows 5 are left out"), "{card}");
+    assert!(card.contains("of 10 rows 5 are left out"), "{card}");
 }
 
 /// Equal problems of rows are one message, which names the key; `ft data` shows what it can beside them.

@@ -175,4 +175,12 @@ mod tests {
         }
         assert!(seen > 10_000, "{seen}");
     }
+
+    /// The rows' own markers, in parts of a content and in names of a tool's properties too.
+    #[test]
+    fn markers_of_a_message_are_counted_at_any_depth() {
+        let message =
+            serde_json::json!({"role": "user", "content": [{"text": "<|a|> and <|a|>"}], "of": {"<|a|>": 1}});
+        assert_eq!([times(&message, "<|a|>"), times(&message, "<|b|>")], [3, 0]);
+    }
 }
