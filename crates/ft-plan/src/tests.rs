@@ -288,6 +288,17 @@ fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Without a budget nothing is searched, as each choice says.
+#[test]
+fn without_a_budget_the_reasons_say_so() -> anyhow::Result<()> {
+    let set = ["model.quantize=nf4", "run.micro_rows=auto"];
+    let why = Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), &set, true)?.at(None).reasons;
+    for why in [why.recompute, why.inputs, why.dequantize, why.head_rows, why.micro_rows] {
+        assert_eq!(why, "auto; no budget known: set memory.budget");
+    }
+    Ok(())
+}
+
 /// Every choice equals the best of an exhaustive search, and fixed settings are kept.
 #[test]
 fn choices_are_those_of_an_exhaustive_search() -> anyhow::Result<()> {

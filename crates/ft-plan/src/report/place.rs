@@ -17,3 +17,16 @@ pub fn place_of(phase: Phase, unit: usize, layers: usize) -> String {
     };
     format!("{} of {unit}", phase.word())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_the_embedding_the_layers_and_the_head() {
+        let places = [0, 1, 28, 29].map(|unit| place_of(Phase::Backward, unit, 28));
+        let units = ["the embedding", "layer 0", "layer 27", "the head"];
+        assert_eq!(places, units.map(|unit| format!("{} of {unit}", Phase::Backward.word())));
+        assert_eq!(place_of(Phase::Load, 29, 28), Phase::Load.word());
+    }
+}
