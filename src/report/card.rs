@@ -219,7 +219,7 @@ mod tests {
         Ok(())
     }
 
-    /// Losses of whole documents have no perplexity; in distillation, it is that of the labels.
+    /// Losses of whole documents have no perplexity; distillation reports the perplexity of the labels.
     #[test]
     fn results_have_the_numbers_of_the_task() -> anyhow::Result<()> {
         for (of_task, shown) in [

@@ -43,7 +43,7 @@ pub struct Args {
     /// With alpaca and text, each prompt stands alone
     #[arg(long, value_parser = words(PromptFormat::WORDS, PromptFormat::from_word))]
     form: Option<PromptFormat>,
-    /// Continue each prompt as it is, the same as --form text
+    /// Continue the text of a prompt, without a template: the same as --form text
     #[arg(long, conflicts_with = "form")]
     raw: bool,
     #[command(flatten)]

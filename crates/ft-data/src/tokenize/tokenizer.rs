@@ -385,7 +385,7 @@ impl Tokenizer {
         Template::sets(variable)
     }
 
-    /// A variable that the chat template does not read from what is given, and those that it does.
+    /// The first of the given variables that the chat template does not read, and the names that it does read.
     pub fn unread<'v>(&self, vars: &'v Map<String, Value>) -> Option<(&'v str, Vec<&str>)> {
         let names = self.template.as_ref()?.names();
         let unread = vars.keys().find(|name| !names.contains(*name))?;

@@ -65,8 +65,8 @@ table! {
         optimizer: Optimizer = Table(Optimizer::KEYS), Toml("{}");
         /// What is kept, recomputed and moved.
         memory: Memory = Table(Memory::KEYS), Toml("{}");
-        /// How ranks share the work. In place of the table, `parallel = "auto"` takes the fastest layout that `ft plan --devices`
-        /// finds for the started processes, or for the CUDA devices of this machine.
+        /// How ranks share the work. In place of the table, `parallel = "auto"` takes the fastest layout that `ft plan
+        /// --devices` finds for the started processes, or for the CUDA devices of this machine.
         parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
         /// A server beside the training.
         serve: Serve = Table(Serve::KEYS), Toml("{}");
@@ -94,8 +94,8 @@ table! {
         source: String = Text, Required;
         /// Branch, tag or commit on the hub.
         revision: String = Text, Toml("\"main\"");
-        /// Type of the arithmetic and of frozen weights. On the CPU an f32 run keeps matrices that are stored in half precision
-        /// as they are.
+        /// Type of the arithmetic and of frozen weights. On the CPU an f32 run keeps matrices that are stored in half
+        /// precision as they are.
         dtype: Option<Dtype> = Word(Dtype::WORDS), Absent("bf16 on CUDA, f32 on the CPU");
         /// 4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.
         quantize: Quantize = Word(Quantize::WORDS), Toml("\"none\"");
@@ -122,9 +122,9 @@ table! {
         /// Weight-decomposed: a trained magnitude for each output row.
         dora: bool = Bool, Toml("false");
         /// "default" (A Kaiming-uniform, B zero); "pissa" or "olora" (A and B begin as the largest singular values of
-        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter of
-        /// twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a PEFT
-        /// adapter to go on from.
+        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter
+        /// of twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a
+        /// PEFT adapter to go on from.
         init: Init = Text, Toml("\"default\"");
     }
 }
@@ -132,8 +132,9 @@ table! {
 table! {
     /// One `[[train]]` rule.
     pub struct Rule {
-        /// Groups (attention, mlp, experts, router, norms, recurrence, sinks, per_layer, embedding, head), last components of module names
-        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
+        /// Groups (attention, mlp, experts, router, norms, recurrence, sinks, per_layer, embedding, head), last
+        /// components of module names (q_proj, w1, gate), or "/regex/" that must match a whole module name; or
+        /// new_tokens.
         modules: Vec<String> = Modules, Required;
         /// With modules = ["new_tokens"], the tokens with trained rows, by text or number. They train alone,
         /// from their values in the model, and become PEFT's trainable_token_indices. A text that the tokenizer
@@ -181,9 +182,10 @@ table! {
         desirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
         /// Weight of undesirable completions (kto).
         undesirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
-        /// The model that rewards are relative to (dpo, kto): "base" (adapters off; what trains in full as the run begins),
-        /// "start" (as the run begins, adapters on), the path of an adapter over the model or of a run, or the path or hub
-        /// id of another model with the same tokenizer. It makes one pass before training, and is not kept in memory.
+        /// The model that rewards are relative to (dpo, kto): "base" (adapters off; what trains in full as the run
+        /// begins), "start" (as the run begins, adapters on), the path of an adapter over the model or of a run, or the
+        /// path or hub id of another model with the same tokenizer. It makes one pass before training, and is not kept
+        /// in memory.
         reference: Reference = Text, Toml("\"base\"");
     }
 }
@@ -193,8 +195,8 @@ table! {
     pub struct Distill {
         /// Divides the logits of teacher and student before the softmax.
         temperature: f64 = Number(Bound::Positive), Toml("1.0");
-        /// Weight of the divergence from the teacher, temperature^2 KL(teacher, student); 1 - alpha is the weight of the
-        /// cross-entropy of the labels.
+        /// Weight of the divergence from the teacher, temperature^2 KL(teacher, student); 1 - alpha is the weight of
+        /// the cross-entropy of the labels.
         alpha: f64 = Number(Bound::Share), Toml("0.5");
     }
 }
@@ -234,13 +236,13 @@ table! {
         over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
         /// Handling of unusable rows.
         on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
-        /// Largest share of a source's rows that may be left out, for any reason, before a command refuses the data. Beyond
-        /// half the length or the format is most likely wrong.
+        /// Largest share of a source's rows that may be left out, for any reason, before a command refuses the data.
+        /// Beyond half the length or the format is most likely wrong.
         drop_share: f64 = Number(Bound::Share), Toml("0.5");
         /// Whether tokens are kept on disk, for later commands and so that they need no memory.
         cache: bool = Bool, Toml("true");
-        /// Whether documents share a row (never attention; positions restart). A row of pairs or rated completions is always
-        /// one of them: no row is padded.
+        /// Whether documents share a row (never attention; positions restart). A row of pairs or rated completions is
+        /// always one of them: no row is padded.
         pack: bool = Bool, Toml("true");
         /// Whether rows come in random order.
         shuffle: bool = Bool, Toml("true");
@@ -250,8 +252,8 @@ table! {
         chat_template: Option<PathBuf> = Text, Absent("the model's own");
         /// Variables for the chat template.
         template: Json = Anything, Toml("{}");
-        /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
-        /// of L times the model's width; 5 is usual, 0 is off.
+        /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square
+        /// root of L times the model's width; 5 is usual, 0 is off.
         neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
         ..
         /// Targets of a score head, by the task.
@@ -273,7 +275,8 @@ table! {
             Absent("chat if the model has a chat template, plain for pairs and rated completions, and said");
         /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
-        /// Split of a hub dataset or of a folder of `save_to_disk`, and a slice of its rows or of a file's: `train[:20%]`, `train[100:200]`, `[-50:]`.
+        /// Split of a hub dataset or of a folder of `save_to_disk`, and a slice of its rows or of a file's:
+        /// `train[:20%]`, `train[100:200]`, `[-50:]`.
         split: Option<String> = Text, Absent("the dataset's only one");
         /// Rows of this source that are read at the most: the first ones, of the slice.
         max_samples: Option<usize> = Int(1, COUNT), Absent("all");
@@ -281,8 +284,8 @@ table! {
         config: Option<String> = Text, Absent("the dataset's default, or only one");
         /// Branch, tag or commit of a hub dataset.
         revision: Option<String> = Text, Absent("main");
-        /// Encoding of the files, by its name in the WHATWG's Encoding Standard: "windows-1252" (for Latin-1 too), "utf-16le",
-        /// "shift_jis". A byte order mark goes before it; Parquet has none.
+        /// Encoding of the files, by its name in the WHATWG's Encoding Standard: "windows-1252" (for Latin-1 too),
+        /// "utf-16le", "shift_jis". A byte order mark goes before it; Parquet has none.
         encoding: Option<String> = Text, Absent("UTF-8, or UTF-16 by its byte order mark");
         /// Names of fields where the file differs from the format: the format's name = "the file's name".
         fields: BTreeMap<String, String> = Strings, Toml("{}");
@@ -362,9 +365,9 @@ table! {
         /// Update each layer at the end of its backward pass, with the gradients of one layer in memory: needs
         /// one micro-batch a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
-        /// Whether weights that train in full have f32 master weights, where layers compute in 16 bits: without them an update
-        /// is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight takes 4 bytes
-        /// less. LoRA has them always, and so has what trains in full in a layer with DoRA.
+        /// Whether weights that train in full have f32 master weights, where layers compute in 16 bits: without them an
+        /// update is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight
+        /// takes 4 bytes less. LoRA has them always, and so has what trains in full in a layer with DoRA.
         master: Master = Word(Master::WORDS), Toml("\"auto\"");
         /// GaLore: directions that a gradient is projected onto, of its shorter side.
         galore_rank: usize = RANK, Toml("128");
@@ -378,8 +381,8 @@ table! {
 table! {
     /// `[memory]`
     pub struct Memory {
-        /// Memory of one device that a run may use, such as "48GiB". On CUDA 4% of it stays free if possible. On the CPU
-        /// it covers tensors and allocator overhead; code, tokenizer and data are counted as host memory.
+        /// Memory of one device that a run may use, such as "48GiB". On CUDA 4% of it stays free if possible. On the
+        /// CPU it covers tensors and allocator overhead; code, tokenizer and data are counted as host memory.
         budget: Option<u64> = Bytes, Absent("95% of what is free");
         /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
         /// too.
@@ -387,27 +390,27 @@ table! {
         /// Bytes that a run may write in all, to plan for another machine.
         disk_budget: Option<u64> = Bytes, Absent("what is free on each disk");
         /// What is computed again in the backward pass, so that less is kept: "none"; "norms" (of each layer the norms'
-        /// outputs, rotated queries and keys, and rows that enter experts: no product); "feed_forward" (its feed-forward block
-        /// or experts too, attention not); "all" (layers from their inputs), or a number of layers, from the bottom; "auto"
-        /// (layer by layer the fastest of these that fits memory.budget).
+        /// outputs, rotated queries and keys, and rows that enter experts: no product); "feed_forward" (its
+        /// feed-forward block or experts too, attention not); "all" (layers from their inputs), or a number of layers,
+        /// from the bottom; "auto" (layer by layer the fastest of these that fits memory.budget).
         recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
         /// When the 4-bit weights of a recomputed layer are dequantized.
         dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
-        /// Type of the operands of products with frozen weights of attention and dense feed-forward blocks in training: that of
-        /// model.dtype, or "fp8": weights and inputs rounded to e4m3, output gradients to e5m2 (3 and 2 bits of mantissa), with
-        /// f32 sums and bf16 results. Needs CUDA, bf16 and compute capability 8.9 or later (Ada, Hopper, Blackwell). Adapters,
-        /// experts, the head, what trains in full, and weights of sizes that are no multiples of 16 stay in bf16. Losses change;
-        /// ft bench shows the error.
+        /// Type of the operands of products with frozen weights of attention and dense feed-forward blocks in training:
+        /// that of model.dtype, or "fp8": weights and inputs rounded to e4m3, output gradients to e5m2 (3 and 2 bits of
+        /// mantissa), with f32 sums and bf16 results. Needs CUDA, bf16 and compute capability 8.9 or later (Ada,
+        /// Hopper, Blackwell). Adapters, experts, the head, what trains in full, and weights of sizes that are no
+        /// multiples of 16 stay in bf16. Losses change; ft bench shows the error.
         products: Products = Word(Products::WORDS), Toml("\"dtype\"");
-        /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the plan moves
-        /// inputs of layers that are computed again there if that saves a hundredth of a step or nothing fits without, into at
-        /// most half of the host's memory that is left. [] is nothing at all.
+        /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the
+        /// plan moves inputs of layers that are computed again there if that saves a hundredth of a step or nothing
+        /// fits without, into at most half of the host's memory that is left. [] is nothing at all.
         offload: Option<Vec<Offload>> = Words(Offload::WORDS), Absent("nothing, or what the plan moves there");
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
         scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
-        /// Whether host memory that values cross from and to is page-locked, for faster copies. Where the system refuses, a
-        /// warning says so, and copies take pageable memory.
+        /// Whether host memory that values cross from and to is page-locked, for faster copies. Where the system
+        /// refuses, a warning says so, and copies take pageable memory.
         pin: bool = Bool, Toml("true");
     }
 }
@@ -419,23 +422,24 @@ table! {
         data: usize = RANKS, Toml("1");
         /// ZeRO stage.
         zero: u8 = Int(0, 3), Toml("0");
-        /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key heads (of
-        /// query heads, where there is one key head) and feed-forward width divide by it. Mixtures stay whole, and are computed
-        /// on each rank's own tokens.
+        /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key
+        /// heads (of query heads, where there is one key head) and feed-forward width divide by it. Mixtures stay
+        /// whole, and are computed on each rank's own tokens.
         tensor: usize = RANKS, Toml("1");
-        /// Pipeline stages: each has consecutive layers, and micro-batches pass through all. The first has the embedding, the
-        /// last the head.
+        /// Pipeline stages: each has consecutive layers, and micro-batches pass through all. The first has the
+        /// embedding, the last the head.
         pipeline: usize = RANKS, Toml("1");
         /// Layers of each pipeline stage, from the bottom; empty cuts by the work of the layers and of the head.
         stages: Vec<usize> = Counts, Toml("[]");
-        /// Ranks that split the experts of a mixture, in blocks of neighbors. They are among those of the other axes, and rows
-        /// travel to them.
+        /// Ranks that split the experts of a mixture, in blocks of neighbors. They are among those of the other axes,
+        /// and rows travel to them.
         expert: usize = RANKS, Toml("1");
-        /// Ranks that split the tokens of a row, for rows that do not fit on one rank. A rank receives the keys and values
-        /// visible to its segments. Cuts are at multiples of 128 tokens.
+        /// Ranks that split the tokens of a row, for rows that do not fit on one rank. A rank receives the keys and
+        /// values visible to its segments. Cuts are at multiples of 128 tokens.
         context: usize = RANKS, Toml("1");
-        /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES and
-        /// NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a launcher.
+        /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES
+        /// and NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a
+        /// launcher.
         local: Option<usize> = RANKS, Absent("none on one machine: ranks are threads; on several ranks / NNODES");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
@@ -447,15 +451,15 @@ table! {
 table! {
     /// `[generate]`
     pub struct Generate {
-        /// Samples of the evaluation data that the model answers at each evaluation, the first ones: it is asked what stands
-        /// before the last supervised tokens, and scored by exact match and ROUGE-L against these. 0 is off.
+        /// Samples of the evaluation data that the model answers at each evaluation, the first ones: it is asked what
+        /// stands before the last supervised tokens, and scored by exact match and ROUGE-L against these. 0 is off.
         samples: usize = Int(0, 1_000_000_000), Toml("0");
         /// Tokens of an answer at the most.
         max_new_tokens: usize = Int(1, 1_000_000), Toml("256");
         /// 0 takes the most likely token each time; else tokens are drawn, by run.seed.
         temperature: f64 = Number(Bound::NotNegative), Toml("0.0");
-        /// A regular expression that takes the answer out of a text, as its first group or as its whole first match; the share of
-        /// answers with the same as the sample's is told too.
+        /// A regular expression that takes the answer out of a text, as its first group or as its whole first match;
+        /// the share of answers with the same as the sample's is told too.
         regex: Option<String> = Text, Absent("no such share");
     }
 }
@@ -463,9 +467,10 @@ table! {
 table! {
     /// `[serve]`
     pub struct Serve {
-        /// While `ft run` trains, devices on which the newest checkpoint answers as `ft serve` does: each has a copy of the
-        /// model, which answers a request at a time. None may be one that trains: "cuda:1" (the second), or "cpu", which is
-        /// shared with a training on the CPU while it answers. The server is a process of its own, which ends with the run.
+        /// While `ft run` trains, devices on which the newest checkpoint answers as `ft serve` does: each has a copy of
+        /// the model, which answers a request at a time. None may be one that trains: "cuda:1" (the second), or "cpu",
+        /// which is shared with a training on the CPU while it answers. The server is a process of its own, which ends
+        /// with the run.
         devices: Vec<OneDevice> = Devices, Toml("[]");
         /// Port of this machine that it listens on; 0 takes a free one.
         port: u16 = Int(0, 65_535), Toml("8000");
@@ -483,8 +488,8 @@ table! {
         /// training data; on the terminal, in metrics.jsonl and in the report.
         samples: Vec<String> = Texts, Toml("[]");
         /// Address of an MLflow server that gets metrics, keys, answers to log.samples and the end of the run:
-        /// "http://localhost:5000". A server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
-        /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+        /// "http://localhost:5000". A server that does not answer never stops a run. Secrets are read from
+        /// MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
         mlflow: Option<String> = Text, Absent("nothing is sent");
         /// The experiment on that server, made when missing. The run has the recipe's name.
         mlflow_experiment: Option<String> = Text, Absent("MLFLOW_EXPERIMENT_NAME, else \"ft\"");

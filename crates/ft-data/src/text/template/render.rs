@@ -147,7 +147,8 @@ impl Template {
         name != "documents" && Context::OWN.contains(&name)
     }
 
-    /// The names that may be variables, beside those of every rendering; another variable has no effect.
+    /// Names of possible variables, without the variables of every rendering. A variable of any other name has no
+    /// effect.
     pub fn names(&self) -> &BTreeSet<String> {
         &self.names
     }

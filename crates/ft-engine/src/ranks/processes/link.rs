@@ -128,7 +128,7 @@ impl Link {
         Ok((Self { stream, session }, key))
     }
 
-    /// Sends a message. Each part of it has until `end` to go.
+    /// Sends a message. Every write to the stream is limited to the time left until `end`.
     pub fn send(&mut self, message: &impl Serialize, end: Instant) -> Result<()> {
         let text = serde_json::to_vec(message)?;
         let len = u32::try_from(text.len()).map_err(Error::other)?;
