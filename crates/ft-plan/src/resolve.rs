@@ -7,8 +7,7 @@ use crate::inference::Server;
 use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
-use ft_engine::adapters::initial::initials;
-use ft_engine::adapters::{self, PeftConfig, Selection, Trained};
+use ft_engine::adapters::{self, PeftConfig, Selection, Trained, initial};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::units::partition;
@@ -372,8 +371,8 @@ pub fn selection(
     check_moments(recipe, &selection)?;
     if recipe.lora.init.adapter().is_none() {
         // Weights of bitsandbytes are known by the files alone, which are checked when opened.
-        let base = Base::random(config.clone(), 0).in_nf4(recipe.model.quantize == Quantize::Nf4);
-        check_full(&base.with_initials(initials(recipe, &selection)?), &selection, None)?;
+        let base = initial::prepared(Base::random(config.clone(), 0), recipe, &selection)?;
+        check_full(&base, &selection, None)?;
     }
     Ok(selection)
 }

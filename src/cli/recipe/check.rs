@@ -8,14 +8,13 @@ use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
-use ft_engine::adapters::Adapter;
-use ft_engine::adapters::initial::initials;
+use ft_engine::adapters::{Adapter, initial};
 use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
 use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
 use ft_plan::{resolve, source};
-use ft_recipe::{Device, Part, Quantize, Recipe, Source, Weights};
+use ft_recipe::{Device, Part, Recipe, Source, Weights};
 use std::collections::HashSet;
 
 /// Arguments of `ft check`.
@@ -232,9 +231,8 @@ impl Check<'_> {
         let Some(base) = self.keep(Base::open(config.clone(), &model.dir)) else { return };
         self.keep(base.check());
         if let Some(selection) = &found.selection {
-            let initials = self.keep(initials(recipe, selection)).flatten();
-            let base = base.clone().in_nf4(recipe.model.quantize == Quantize::Nf4).with_initials(initials);
-            self.keep(check_full(&base, selection, adapter));
+            let prepared = initial::prepared(base.clone(), recipe, selection);
+            self.keep(prepared.and_then(|base| check_full(&base, selection, adapter)));
         }
         if let (Some(adapter), Some(files)) = (adapter, base.files()) {
             self.keep(adapter.check_base(files, config));

@@ -5,8 +5,7 @@ use super::{cache_4bit, lookup, sources};
 use candle_core::{DType, Device};
 use ft_base::terminal::tell;
 use ft_data::{PromptConfig, PromptFormat, Tokenizer};
-use ft_engine::adapters::Adapter;
-use ft_engine::adapters::{self, Choice, Selection};
+use ft_engine::adapters::{Adapter, Choice, Selection, initial};
 use ft_engine::load::Base;
 use ft_engine::model::modules::Module;
 use ft_engine::model::{Config, Decoder};
@@ -145,8 +144,7 @@ impl Job {
             Weights::Random => Base::random(config, self.recipe.run.seed),
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
-        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4).seeded(self.recipe.run.seed);
-        Ok(base.with_initials(adapters::initial::initials(&self.recipe, &self.selection)?))
+        Ok(initial::prepared(base.seeded(self.recipe.run.seed), &self.recipe, &self.selection)?)
     }
 
     /// Checks names and shapes of all tensors of base and adapter against config and selection, without

@@ -7,17 +7,26 @@
 
 use super::peft;
 use super::{Choice, Error, Selection};
-use crate::load::Initials;
+use crate::load::{Base, Initials};
 use crate::model::modules::{Group, Kind, Module};
 use crate::quant;
-use ft_recipe::{Decomposition, Recipe};
+use ft_recipe::{Decomposition, Quantize, Recipe};
+
+/// A base with `model.quantize` and `lora.init` of a recipe.
+///
+/// # Errors
+/// `lora.init` on a tied head.
+pub fn prepared(base: Base, recipe: &Recipe, selection: &Selection) -> Result<Base, Error> {
+    let nf4 = recipe.model.quantize == Quantize::Nf4;
+    Ok(base.in_nf4(nf4).with_initials(initials(recipe, selection)?))
+}
 
 /// Initial factors for a recipe's `lora.init`, covering linears; with "loftq", 4-bit linears only. Other
 /// modules use the default initialization, as in PEFT.
 ///
 /// # Errors
 /// A tied head, since the weight is shared with the embedding.
-pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initials>, Error> {
+fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initials>, Error> {
     let Some(how) = recipe.lora.init.decomposition() else { return Ok(None) };
     let mut of = Vec::new();
     for (m, spec) in selection.loras() {

@@ -149,6 +149,7 @@ impl<'a> Ghosts<'a> {
     fn slot(&mut self, (m, part): (&Module, Part), rows: usize, cols: usize) -> Slot {
         let offset = self.used;
         self.used += rows * cols;
+        // a number of its own, as gradients of different slots are added at once
         Slot { index: offset, flat: self.buffer(m, part), offset, rows, cols }
     }
 
