@@ -139,3 +139,20 @@ impl Network {
         bytes + self.latency(t.calls, m)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of 6 ranks on machines of 4, the first has 3 others of its machine, the last has 1.
+    #[test]
+    fn members_of_a_group_are_near_on_the_same_machine() {
+        let target = Target { cuda: true, card: None };
+        let network = Network::find(target, Some("pcie"), None, Some(4));
+        let mesh = Mesh { data: 6, ..Mesh::ONE };
+        for (rank, near) in [(0, 4), (3, 4), (4, 2), (5, 2)] {
+            assert_eq!(network.members(&mesh, Axis::Stage, rank), Members { all: 6, near }, "{rank}");
+        }
+        assert_eq!(network.parts(10.0, Members { all: 6, near: 4 }), [6.0, 4.0]);
+    }
+}

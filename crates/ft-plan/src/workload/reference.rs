@@ -57,3 +57,30 @@ pub fn reference_bytes(r: &Recipe, w: &Workload) -> u64 {
     let counted = counts(r, w).filter(|_| r.task.has_reference());
     counted.map_or(0, |[_, entries, crossed]| BYTES[0] * entries + BYTES[1] * crossed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::workload::Epoch;
+
+    /// 80 of 100 samples in 10 steps of 8 rows, and 3 of evaluation, in forward passes of 4 rows on 2 ranks; KTO
+    /// also scores as many other completions.
+    #[test]
+    fn the_reference_scores_each_sample_of_the_run_once() -> anyhow::Result<()> {
+        let epoch = Some(Epoch { samples: 100, held_out: 3, ..Epoch::default() });
+        let w = Workload { steps: Some(10), epoch, ..Workload::default() };
+        // a forward pass with a third of the time beside arithmetic
+        let work = Work { forward: 30.0, backward: 60.0, moved: 45.0, ..Work::default() };
+        for (task, format, passes) in [("dpo", "preference", 11.0), ("kto", "unpaired", 22.0)] {
+            let text = format!(
+                "task = \"{task}\"\n[model]\nsource = \"m\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \
+                 \"{format}\"\n[[train]]\nmodules = [\"attention\"]\n"
+            );
+            let set = ["run.batch_rows=8".into(), "parallel.data=2".into()];
+            let pass = ReferencePass::of(&Recipe::parse(&text, "r.toml", &set)?, &w, work, 4);
+            let want = ReferencePass { other: None, samples: Some(83), work: Some(45.0 * passes) };
+            assert_eq!(pass, Some(want), "{task}");
+        }
+        Ok(())
+    }
+}
