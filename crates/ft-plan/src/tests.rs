@@ -522,6 +522,14 @@ fn stages_exchange_the_gradient_of_a_table_that_they_share() -> anyhow::Result<(
     Ok(())
 }
 
+/// A stage receives the hidden states of the stage below or their gradient from the one above.
+#[test]
+fn stages_exchange_hidden_states() -> anyhow::Result<()> {
+    let p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &["parallel.pipeline=2"], true)?;
+    assert_eq!(p.exchanged, p.micro_batches * p.workload.train.tokens * 1024 * 2);
+    Ok(())
+}
+
 #[test]
 fn more_tokens_of_a_rank_have_more_indices_on_the_cpu() {
     let whole = Tokens::of(&[64], 63);

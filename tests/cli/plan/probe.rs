@@ -32,6 +32,26 @@ fn plans_of_a_card_take_its_measured_rates() {
     assert!(plan("A100-80").out.contains("by the data sheet of A100-80"));
 }
 
+/// A card that dequantizes slowly keeps a whole layer, as the plan says.
+#[test]
+fn a_layer_is_dequantized_once_where_that_is_slow() {
+    let w = World::new();
+    let mut probes = probes();
+    for (rate, held) in [(8e11, "per_matmul"), (5e10, "per_layer")] {
+        probes["H100"]["rates"]["dequantize"] = rate.into();
+        w.write("cache/probes.json", probes.to_string());
+        let plan = ["plan", "qwen3-8b-qlora", "--gpu", "H100", "memory.recompute=all", "--json"];
+        let choice = w.ok(&plan).json()["choices"]["dequantize"].clone();
+        let reason = choice["reason"].as_str().unwrap_or_default();
+        assert_eq!(choice["value"], held, "{choice}");
+        assert_eq!(
+            reason.starts_with("auto: dequantizing a layer once saves "),
+            held == "per_layer",
+            "{choice}"
+        );
+    }
+}
+
 #[test]
 fn a_broken_file_of_rates_is_named_and_the_data_sheet_taken() {
     let w = World::new();
