@@ -99,6 +99,18 @@ fn a_rule_in_full_for_all_names_trains_every_parameter() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn parameters_without_a_module_train_with_the_whole_model_only() -> Result<()> {
+    let c = config(json!({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}))?;
+    let sinks = "[[train]]\nmodules = [\"sinks\"]\nmethod = \"full\"";
+    for rules in [sinks.to_string(), format!("{sinks}\n[[train]]\nmodules = [\"attention\"]")] {
+        let e = select(&c, &rules).err().context("refused")?.to_string();
+        assert!(e.contains("model.layers.0.self_attn.sinks has no place in an adapter"), "{e}");
+    }
+    select(&c, "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"")?;
+    Ok(())
+}
+
 fn raw(extra: Value) -> Result<Map<String, Value>> {
     let mut raw =
         json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]});

@@ -98,7 +98,7 @@ impl Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // Memory that stays locked would keep its pages when its addresses get others.
+        // Registered, the addresses would keep their old pages after the allocator maps new ones.
         let _ = self.context.bind_to_thread();
         // SAFETY: locked by `new`.
         let _ = unsafe { sys::cuMemHostUnregister(self.at.cast::<c_void>()).result() };

@@ -3,6 +3,7 @@
 use crate::Tensor;
 use crate::ledger::{Cost, Ledger, Role};
 use candle_core::Result;
+use gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD;
 use std::mem::MaybeUninit;
 
 /// Records for ghosts the memory of [`crate::gemm::by_tiles`] in a product `[m, k] x [k, n]`: one tile per
@@ -21,13 +22,6 @@ pub fn ghost_tiles(
     }
 }
 
-/// Microkernel sizes of the `gemm` crate for AVX-512 (smaller on other CPUs), f32 values per vector, and the
-/// number of columns above which it packs a contiguous right operand.
-const MR: usize = 64;
-const NR: usize = 6;
-const LANES: usize = 16;
-const MANY: usize = gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD * MR;
-
 /// Bytes of the packing buffers of the `gemm` crate in an f32 product `[m, k] x [k, n]`, with operands
 /// transposed or not.
 ///
@@ -38,11 +32,12 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     if m == 0 || n == 0 || k == 0 {
         return 0;
     }
-    let p = gemm_common::cache::kernel_params(n, m, k, MR, NR, 4);
-    let nc = if p.nc > 0 { p.nc } else { m.next_multiple_of(NR) };
-    let right = if n > if ta { 2 * MR } else { MANY } { p.kc * nc } else { 0 };
-    let short = n <= 2 * p.mc && (tb || !n.is_multiple_of(LANES));
-    let left = if short { p.kc * n.next_multiple_of(MR) } else { 0 };
+    let (mr, nr, lanes) = tile();
+    let p = gemm_common::cache::kernel_params(n, m, k, mr, nr, 4);
+    let nc = if p.nc > 0 { p.nc } else { m.next_multiple_of(nr) };
+    let right = if n > mr * if ta { 2 } else { DEFAULT_RHS_PACKING_THRESHOLD } { p.kc * nc } else { 0 };
+    let short = n <= 2 * p.mc && (tb || !n.is_multiple_of(lanes));
+    let left = if short { p.kc * n.next_multiple_of(mr) } else { 0 };
     4 * (right + left) as u64
 }
 
@@ -52,7 +47,7 @@ pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
     if m <= SMALL && n <= SMALL {
         return k.min(SMALL_BLOCK);
     }
-    let (mr, nr) = tile();
+    let (mr, nr, _) = tile();
     gemm_common::cache::kernel_params(n, m, k, mr, nr, 4).kc
 }
 
@@ -60,16 +55,16 @@ pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
 const SMALL: usize = 64;
 const SMALL_BLOCK: usize = 512;
 
-/// Microkernel size for f32 on this CPU.
-fn tile() -> (usize, usize) {
+/// Rows and columns of the `gemm` crate's microkernel for f32 on this CPU, and f32 values per vector.
+fn tile() -> (usize, usize, usize) {
     #[cfg(target_arch = "x86_64")]
     return match (is_x86_feature_detected!("avx512f"), is_x86_feature_detected!("fma")) {
-        (true, _) => (MR, NR),
-        (_, true) => (16, 6),
-        _ => (2, 4),
+        (true, _) => (64, 6, 16),
+        (_, true) => (16, 6, 8),
+        _ => (2, 4, 1),
     };
     #[cfg(not(target_arch = "x86_64"))]
-    if cfg!(target_arch = "aarch64") { (16, 4) } else { (2, 4) }
+    if cfg!(target_arch = "aarch64") { (16, 4, 4) } else { (2, 4, 1) }
 }
 
 /// Bytes that the `gemm` crate holds for `threads` threads, one of them the caller: a buffer of the size of
