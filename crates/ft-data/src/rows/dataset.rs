@@ -289,8 +289,13 @@ impl<'a> Loader<'a> {
         }
         self.needs(&schema)?;
         let (files, ignored) = files_and_ignored(source, self.resolve)?;
-        if source.encoding.is_some() && files.iter().all(|f| matches!(kind(f), Some((Kind::Parquet, _)))) {
-            return Err(Error::recipe(source, "encoding does nothing: Parquet is always UTF-8".into()));
+        if source.encoding.is_some()
+            && files.iter().all(|f| matches!(kind(f), Some((Kind::Parquet | Kind::Arrow, _))))
+        {
+            return Err(Error::recipe(
+                source,
+                "encoding does nothing: Parquet and Arrow are always UTF-8".into(),
+            ));
         }
         self.stats.not_read.extend(ignored);
         let (data, vocab_size) = (self.data, self.vocab_size);

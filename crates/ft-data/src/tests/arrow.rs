@@ -160,7 +160,21 @@ fn numbers_of_classes_are_their_names_in_the_file() {
     }
 }
 
-/// A weight that JSON does not have is refused; as null it would be 1.
+/// arrow-rs begins the messages of a file at a multiple of 64 bytes.
+#[test]
+fn files_of_arrow_rs_are_read() {
+    let files = Files::new(&[]);
+    let path = files.0.path().join("a.arrow");
+    let column = std::sync::Arc::new(arrow_array::StringArray::from(vec!["a", "b"]));
+    let batch = arrow_array::RecordBatch::try_from_iter([("text", column as arrow_array::ArrayRef)]).unwrap();
+    let out = std::fs::File::create(&path).unwrap();
+    let mut writer = arrow_ipc::writer::FileWriter::try_new(out, &batch.schema()).unwrap();
+    writer.write(&batch).unwrap();
+    writer.finish().unwrap();
+    assert_eq!(texts(files.0.path(), &source("a.arrow", Format::Text)).unwrap().0, ["a", "b"]);
+}
+
+/// A weight that JSON does not have is refused, of a message too; as null it would be 1.
 #[test]
 fn weights_of_columns_are_finite() {
     for file in ["weights.parquet", "weights.arrow"] {
@@ -176,6 +190,11 @@ fn weights_of_columns_are_finite() {
         let d = load(OnBadRow::Skip).unwrap();
         assert_eq!((d.samples.len(), d.stats.drops.bad), (1, 2));
         assert!(d.stats.left_out[1].contains("weight: inf is not a finite number"), "{:?}", d.stats.left_out);
+    }
+    for file in ["message_weights.parquet", "message_weights.arrow"] {
+        let found = load_in(&fixture("saved"), &[source(file, Format::Messages)], &data(9), &tiny());
+        let told = found.unwrap_err().to_string();
+        assert!(told.contains("messages[0].weight: NaN is not a finite number"), "{told}");
     }
 }
 

@@ -231,6 +231,11 @@ fn sources_name_their_encoding() {
     let error = files.load(&[s], &data(9)).unwrap_err();
     assert_eq!(error.exit_code(), ft_base::ExitCode::Usage, "{error}");
     assert!(error.to_string().contains("encoding = \"latin\" is no encoding"), "{error}");
+    for name in ["weights.parquet", "weights.arrow"] {
+        let s = ft_recipe::Source { encoding: Some("latin1".into()), ..source(name, Format::Text) };
+        let error = load_in(&fixture("saved"), &[s], &data(9), &tiny()).unwrap_err().to_string();
+        assert!(error.contains("encoding does nothing: "), "{error}");
+    }
 }
 
 /// Files of nothing but blank lines, or of rows without use, end the reading early.

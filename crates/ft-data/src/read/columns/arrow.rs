@@ -166,6 +166,8 @@ struct Messages<R> {
     left: u64,
     /// Whether an index follows the last message.
     index: bool,
+    /// Most words of zeros that may follow the mark: some programs begin the first message at a multiple of 64 bytes.
+    padding: usize,
     /// The first bytes of a stream.
     first: Option<[u8; 8]>,
     ended: bool,
@@ -174,10 +176,11 @@ struct Messages<R> {
 impl<R: Read> Messages<R> {
     /// Messages of a file of `bytes` bytes.
     fn open(file: R, bytes: u64) -> Result<Self, String> {
-        let mut messages = Self { file, left: bytes, index: false, first: None, ended: false };
+        let mut messages = Self { file, left: bytes, index: false, padding: 0, first: None, ended: false };
         if bytes >= 8 {
             let first = messages.array()?;
             messages.index = first == FILE;
+            messages.padding = if messages.index { (64 - FILE.len()) / 4 } else { 0 };
             messages.first = (!messages.index).then_some(first);
         }
         Ok(messages)
@@ -208,12 +211,23 @@ impl<R: Read> Messages<R> {
         let length = match self.first.take() {
             Some([a, b, c, d, length @ ..]) if [a, b, c, d] == CONTINUED => length,
             Some(_) => return Err("it begins neither as a file nor as a stream of Arrow".into()),
-            None => match self.array()? {
+            None => match self.word()? {
                 CONTINUED => self.array()?,
                 length => length,
             },
         };
         Ok(u32::from_le_bytes(length).into())
+    }
+
+    /// The next word after the padding.
+    fn word(&mut self) -> Result<[u8; 4], String> {
+        for _ in 0..std::mem::take(&mut self.padding) {
+            let word = self.array()?;
+            if word != [0; 4] {
+                return Ok(word);
+            }
+        }
+        self.array()
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {

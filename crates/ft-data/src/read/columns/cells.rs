@@ -1,6 +1,6 @@
 //! Values of Arrow's types as JSON.
 
-use super::not_finite;
+use super::finite;
 use crate::read::row::{LONGEST_ROW, too_long};
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Decimal32Type, Decimal64Type, Decimal128Type, Decimal256Type};
@@ -22,24 +22,8 @@ pub(super) fn object<'a>(
     i: usize,
 ) -> Result<Vec<u8>, String> {
     let mut out = Vec::new();
-    let fields: Vec<_> = fields.collect();
-    for (field, array, _) in fields.iter().filter(|(.., read)| *read) {
-        finite(*array, i).map_err(|why| format!("{}: {why}", field.name()))?;
-    }
-    write_object(fields.into_iter(), i, true, &mut out)?;
+    write_object(fields, i, true, &mut out)?;
     Ok(out)
-}
-
-/// Refuses a number that JSON does not have. As null, it would be an absent one.
-fn finite(array: &dyn Array, i: usize) -> Written {
-    let number = match array.data_type() {
-        _ if is_null(array, i) => return Ok(()),
-        DataType::Float16 => array.as_primitive::<Float16Type>().value(i).to_f64(),
-        DataType::Float32 => f64::from(array.as_primitive::<Float32Type>().value(i)),
-        DataType::Float64 => array.as_primitive::<Float64Type>().value(i),
-        _ => return Ok(()),
-    };
-    if number.is_finite() { Ok(()) } else { Err(not_finite(number)) }
 }
 
 /// Writes an object, with or without its `nulls`.
@@ -63,7 +47,7 @@ fn write_object<'a>(
     Ok(())
 }
 
-/// Writes value `i` of an array. Invalid UTF-8 and types without JSON are an error if the column is `read`.
+/// Writes value `i` of an array. Numbers, texts and types without JSON are an error if the column is `read`.
 fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u8>) -> Written {
     if out.len() > LONGEST_ROW {
         return Err(format!(": {}", too_long()));
@@ -71,11 +55,12 @@ fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u
     if is_null(array, i) {
         return json(&(), out);
     }
+    let mut number = |x: f64| json(&finite(x, read)?, out);
     match array.data_type() {
         DataType::Boolean => json(&array.as_boolean().value(i), out),
-        DataType::Float16 => json(&array.as_primitive::<Float16Type>().value(i).to_f64(), out),
-        DataType::Float32 => json(&f64::from(array.as_primitive::<Float32Type>().value(i)), out),
-        DataType::Float64 => json(&array.as_primitive::<Float64Type>().value(i), out),
+        DataType::Float16 => number(array.as_primitive::<Float16Type>().value(i).to_f64()),
+        DataType::Float32 => number(array.as_primitive::<Float32Type>().value(i).into()),
+        DataType::Float64 => number(array.as_primitive::<Float64Type>().value(i)),
         DataType::Utf8 => text(field, array.as_string::<i32>().value(i), read, out),
         DataType::LargeUtf8 => text(field, array.as_string::<i64>().value(i), read, out),
         DataType::Utf8View => text(field, array.as_string_view().value(i), read, out),

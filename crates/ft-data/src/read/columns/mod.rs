@@ -19,9 +19,9 @@ use serde_json::Value;
 /// Key of a file's metadata under which the datasets package describes columns, as JSON.
 const FEATURES: &str = "huggingface";
 
-/// The message about a number that JSON does not have.
-fn not_finite(number: f64) -> String {
-    format!("{number} is not a finite number")
+/// Refuses a number that JSON does not have, in a column that is `read`. As null, it would be an absent one.
+fn finite(number: f64, read: bool) -> Result<f64, String> {
+    if number.is_finite() || !read { Ok(number) } else { Err(format!(": {number} is not a finite number")) }
 }
 
 /// Names of the numbers in a column of classes, by the description of the columns.

@@ -1,6 +1,6 @@
 //! Rows of Parquet files.
 
-use super::{FEATURES, class_names, levels, not_finite, pages};
+use super::{FEATURES, class_names, finite, levels, pages};
 use crate::error::Error;
 use crate::read::row::RawRow;
 use crate::shape::schema::Schema;
@@ -63,12 +63,7 @@ impl Columns {
         };
         self.row += 1;
         let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
-        let fields: Vec<_> = fields.collect();
-        let checked = fields
-            .iter()
-            .filter(|(.., read)| *read)
-            .try_for_each(|(name, field, _)| finite(field).map_err(|why| format!("{name}: {why}")));
-        let bytes = match checked.and_then(|()| object(fields.into_iter())) {
+        let bytes = match object(fields) {
             Ok(row) => serde_json::to_vec(&row).map_err(|e| e.to_string()),
             Err(why) => Err(why.trim_start_matches(['.', ':', ' ']).to_string()),
         };
@@ -144,21 +139,10 @@ fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(),
     Ok(())
 }
 
-/// Refuses a number that JSON does not have. As null, it would be an absent one.
-fn finite(field: &Field) -> Result<(), String> {
-    let number = match field {
-        Field::Float16(x) => f64::from(*x),
-        Field::Float(x) => f64::from(*x),
-        Field::Double(x) => *x,
-        _ => return Ok(()),
-    };
-    if number.is_finite() { Ok(()) } else { Err(not_finite(number)) }
-}
-
-/// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 and invalid JSON are an
-/// error if the field is `read`.
+/// Converts a field to JSON. Unsupported types (times, decimals) become text. Numbers that JSON does not have, invalid
+/// UTF-8 and invalid JSON are an error if the field is `read`.
 fn value(field: &Field, read: bool) -> Result<Value, String> {
-    let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
+    let float = |x: f64| finite(x, read).map(|x| Number::from_f64(x).map_or(Value::Null, Value::Number));
     Ok(match field {
         Field::Null => Value::Null,
         Field::Bool(b) => (*b).into(),
@@ -170,9 +154,9 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
         Field::UShort(n) => (*n).into(),
         Field::UInt(n) => (*n).into(),
         Field::ULong(n) => (*n).into(),
-        Field::Float16(x) => float(f64::from(*x)),
-        Field::Float(x) => float(f64::from(*x)),
-        Field::Double(x) => float(*x),
+        Field::Float16(x) => float(f64::from(*x))?,
+        Field::Float(x) => float(f64::from(*x))?,
+        Field::Double(x) => float(*x)?,
         Field::Str(text) => match json::value(text.as_bytes()) {
             Ok(value) => value,
             Err(e) if read => return Err(format!(": {}", json::describe(&e, "not JSON"))),
@@ -204,7 +188,12 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
             }
             Value::Object(out)
         }
-        other => other.to_string().into(),
+        // the library panics at a date or time out of range
+        other => match caught(|| other.to_string()) {
+            Ok(text) => text.into(),
+            Err(_) if read => return Err(": a date or time out of range".into()),
+            Err(_) => Value::Null,
+        },
     })
 }
 
@@ -251,6 +240,13 @@ mod tests {
         assert_eq!(found, [Ok(whole), Ok(json!({"text": null})), Err(broken), Ok(json!({"text": 2}))]);
         let text = rows("message m { optional binary text (UTF8); }", &[(&[1], &["{}"])]);
         assert_eq!(text, [Ok(json!({"text": "{}"}))]);
+    }
+
+    #[test]
+    fn times_out_of_range_are_told_where_they_are_read() {
+        let time = Field::TimestampMicros(i64::MAX);
+        assert_eq!(value(&time, true), Err(": a date or time out of range".into()));
+        assert_eq!(value(&time, false), Ok(Value::Null));
     }
 
     #[test]
