@@ -48,6 +48,7 @@ pub use rows::packed::{Rows, RowsReader};
 pub use rows::score::{Scores, question, rouge_l};
 pub use rows::show;
 pub use shape::example::{Content, Example, IGNORE_INDEX, Teacher};
+pub use shape::messages::open_calls;
 pub use shape::notes::Notes;
 pub use token_cache::record::Item;
 pub use token_cache::samples::{Reader, Samples};

@@ -110,6 +110,11 @@ fn errors_have_openais_shape() {
             "messages",
             json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         ),
+        ("messages", json!([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}])),
+        (
+            "messages",
+            json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
+        ),
         ("messages", json!([])),
         ("messages", json!([{"role": "king", "content": "x"}])),
         ("temprature", json!(1)),

@@ -141,6 +141,17 @@ pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
+/// As [`of_message`], for a part of the content, which is not supervised on its own.
+///
+/// # Errors
+/// As [`of_message`]; a weight.
+pub(super) fn of_part(part: &Map<String, Value>) -> Result<(), String> {
+    match part.get("weight").filter(|v| !says_nothing(v)) {
+        Some(_) => Err(".weight: a message is supervised as a whole, by its own weight".into()),
+        None => of_message(part),
+    }
+}
+
 /// A message as templates read it: its reasoning is also `reasoning_content`, and `thinking` unless that has text of
 /// its own, as in transformers 5.24 (`_alias_reasoning_fields`).
 pub(crate) fn with_reasoning(message: &Value) -> Cow<'_, Value> {

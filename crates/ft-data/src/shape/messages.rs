@@ -154,6 +154,11 @@ impl Schema {
         // Tables with mixed rows contain nulls for absent keys.
         message.retain(|_, v| !v.is_null());
         keys::of_message(&message)?;
+        if let Some((key, other)) =
+            message.iter().find(|(k, v)| REASONING.contains(&k.as_str()) && !v.is_string())
+        {
+            return Err(format!(".{key}: expected a string, found {}", kind(other)));
+        }
         let supervised = weight(message.shift_remove("weight"), role)?;
         let calls = message.get("tool_calls").and_then(Value::as_array).is_some_and(|a| !a.is_empty());
         let thinks =
@@ -254,9 +259,12 @@ fn weight(value: Option<Value>, role: &str) -> Result<bool, String> {
     }
 }
 
-/// Validates tool calls, and parses arguments given as a JSON string (as in OpenAI's API). Inference
+/// Validates the tool calls of a message, and parses arguments given as a JSON string (as in OpenAI's API). Inference
 /// servers also parse them before rendering, and refuse invalid JSON.
-fn open_calls(calls: &mut Value) -> Result<(), String> {
+///
+/// # Errors
+/// A call without a name, or arguments that are no object; begins with the path inside the message.
+pub fn open_calls(calls: &mut Value) -> Result<(), String> {
     let Value::Array(list) = calls else {
         return Err(format!(".tool_calls: expected an array, found {}", kind(calls)));
     };
@@ -329,7 +337,10 @@ fn joined_parts(parts: &[Value]) -> Result<String, String> {
     let mut out = String::new();
     for (i, part) in parts.iter().enumerate() {
         match (part.get("type").and_then(Value::as_str), part.get("text")) {
-            (Some("text") | None, Some(Value::String(text))) => out.push_str(text),
+            (Some("text") | None, Some(Value::String(text))) => {
+                part.as_object().map_or(Ok(()), keys::of_part).map_err(|e| format!("[{i}]{e}"))?;
+                out.push_str(text);
+            }
             (Some(other), _) if other != "text" => {
                 return Err(format!("[{i}]: not built yet: content of type {other:?}"));
             }

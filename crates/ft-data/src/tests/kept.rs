@@ -282,6 +282,17 @@ fn keys_that_mean_something_are_used_or_refused() {
         row["messages"][1][key] = json!({"name": "f"});
         assert!(text(Format::Messages, row).unwrap_err().contains(&format!("messages[1].{key}: ")));
     }
+    for (key, value) in [("train", json!(false)), ("weight", json!(0)), ("image", json!("a.png"))] {
+        let mut row = chat.clone();
+        row["messages"][1]["content"] = json!([{"type": "text", "text": "a", key: value}]);
+        assert!(
+            text(Format::Messages, row).unwrap_err().contains(&format!("messages[1].content[0].{key}: "))
+        );
+    }
+    let mut row = chat.clone();
+    row["messages"][1]["reasoning_content"] = json!([{"type": "text", "text": "r"}]);
+    let told = text(Format::Messages, row).unwrap_err();
+    assert!(told.contains("messages[1].reasoning_content: expected a string, found"), "{told}");
     // other keys are accepted and reported
     let told = text(Format::Messages, with(&chat, "id", json!(7))).unwrap().1;
     assert!(told.len() == 1 && told[0].contains("\"id\"") && told[0].contains("a.jsonl:1"), "{told:?}");

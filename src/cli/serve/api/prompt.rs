@@ -5,7 +5,7 @@ use super::parameters::Parameters;
 use crate::cli::serve::generate::Prompt;
 use crate::cli::serve::state::ServerState;
 use crate::infer::Prompter;
-use ft_data::{PromptFormat, Tokenizer};
+use ft_data::{PromptFormat, Tokenizer, open_calls};
 use serde_json::{Map, Value, json};
 
 /// Prompts of a request.
@@ -79,6 +79,12 @@ fn message(i: usize, message: Value) -> Result<Value, ApiError> {
         None if m.contains_key("tool_calls") => String::new(),
         _ => return Err(fail("content: a text is wanted")),
     };
+    if let Some(calls) = m.get_mut("tool_calls") {
+        if role != "assistant" && calls.as_array().is_none_or(|calls| !calls.is_empty()) {
+            return Err(fail("tool_calls: only the assistant calls tools"));
+        }
+        open_calls(calls).map_err(|why| fail(why.trim_start_matches('.')))?;
+    }
     m.insert("role".into(), role);
     m.insert("content".into(), json!(content));
     Ok(Value::Object(m))
