@@ -282,7 +282,8 @@ impl Tokenizer {
 
     /// Returns a streaming decoder.
     pub fn decoder(&self, skip_special: bool) -> Decoder<'_> {
-        Decoder { inner: self.inner.decode_stream(skip_special), path: self }
+        let inner = self.inner.decode_stream(skip_special);
+        Decoder { inner, held: Vec::new(), skip_special, tokenizer: self }
     }
 
     /// The id of a token by exact spelling.
@@ -433,17 +434,31 @@ pub struct Decoder<'a> {
         tokenizers::PostProcessorWrapper,
         tokenizers::DecoderWrapper,
     >,
-    path: &'a Tokenizer,
+    /// Ids since the last text.
+    held: Vec<u32>,
+    skip_special: bool,
+    tokenizer: &'a Tokenizer,
 }
 
 impl Decoder<'_> {
-    /// The text completed by `id`, if any.
+    /// The text completed by `id`, if any. Bytes that make no character, after some that do, change the text of those
+    /// before them; they are decoded apart.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
     pub fn step(&mut self, id: u32) -> Result<Option<String>, Error> {
-        let inner = &mut self.inner;
-        self.path.call(|| inner.step(id))
+        self.held.push(id);
+        let tokenizer = self.tokenizer;
+        let text = match tokenizer.call(|| self.inner.step(id)) {
+            Ok(None) => return Ok(None),
+            Ok(Some(text)) => text,
+            Err(_) => {
+                self.inner = tokenizer.inner.decode_stream(self.skip_special);
+                tokenizer.call(|| tokenizer.inner.decode(&self.held, self.skip_special))?
+            }
+        };
+        self.held.clear();
+        Ok(Some(text))
     }
 }
 

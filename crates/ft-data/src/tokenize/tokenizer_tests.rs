@@ -23,6 +23,23 @@ fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
     Tokenizer::load(dir.path(), None).unwrap().unwrap()
 }
 
+/// In Llama 2 a line break is a byte, and text before bytes that make no character.
+#[test]
+fn bytes_without_a_character_do_not_end_a_stream() {
+    let t = changed(|file| {
+        let vocab = json!({"<|endoftext|>": 0, "<0x0A>": 1, "<0xE2>": 2, "<0x9C>": 3, "\u{2581}ok": 4});
+        file["added_tokens"] = json!([]);
+        (file["normalizer"], file["pre_tokenizer"], file["post_processor"]) = Default::default();
+        file["model"] = json!({"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": true});
+        let space = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});
+        file["decoder"] =
+            json!({"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]});
+    });
+    let mut decoder = t.decoder(true);
+    let text: String = [1, 2, 3, 4, 1, 4].into_iter().filter_map(|id| decoder.step(id).unwrap()).collect();
+    assert_eq!(text, "\n\u{fffd}\u{fffd} ok\n ok");
+}
+
 /// Random concatenations of strings relevant to pre-tokenizers.
 fn texts() -> Vec<String> {
     let parts = [
