@@ -5,7 +5,7 @@ use super::usage;
 use crate::train::layout::{CHECKPOINTS, RESULTS};
 use crate::train::{Job, output};
 use ft_base::store::checkpoint::Checkpoints;
-use ft_base::terminal::tell;
+use ft_base::terminal::{tell, warn};
 use ft_engine::adapters;
 use ft_hub::Want;
 use std::path::{Path, PathBuf};
@@ -32,6 +32,7 @@ impl Source {
     pub fn find(name: &str) -> ft_base::Result<Self> {
         let dir = Path::new(name);
         if is_checkpoint(dir) {
+            Checkpoints::check(dir)?;
             return Self::of_checkpoint(dir);
         }
         if !is_run(dir) {
@@ -46,7 +47,10 @@ impl Source {
         let folder = dir.join(CHECKPOINTS);
         let newest = if folder.is_dir() { Checkpoints::look(&folder).newest_whole()? } else { None };
         match (newest, result) {
-            (Some(c), _) => Self::of_checkpoint(&c.path),
+            (Some(c), _) => {
+                c.warnings.iter().for_each(|w| warn(w));
+                Self::of_checkpoint(&c.path)
+            }
             (None, None) => Err(usage(format!("{name}: this run has no result and no checkpoint yet"))),
             (None, Some(result)) => Err(usage(format!(
                 "{name}: this run has not ended and has no checkpoint yet; {} is an earlier one's\n  \

@@ -46,6 +46,15 @@ fn a_resumed_run_does_not_answer_with_its_earlier_result() {
     let shown = format!("o/checkpoints/{newest}");
     assert!(r.out.contains(&shown) && r.err.contains(&shown), "{}{}", r.out, r.err);
     assert_eq!(loss("o/adapter"), first);
+    // A damaged checkpoint is refused by its name, and skipped with a warning by that of the run.
+    let weights = format!("{shown}/weights.safetensors");
+    let mut bytes = w.read(&weights);
+    *bytes.last_mut().expect("weights") ^= 1;
+    w.write(&weights, bytes);
+    let r = w.ft(&["merge", &shown, "--out", "m"]);
+    assert!(r.code == 5 && r.err.contains("weights.safetensors is not what was written"), "{}", r.err);
+    let r = w.ok(&["eval", "o"]);
+    assert!(r.err.contains("weights.safetensors is not what was written"), "{}", r.err);
     // The same without a checkpoint.
     std::fs::remove_dir_all(w.path("o/checkpoints")).expect("removed");
     for verb in [&["eval", "o"][..], &["merge", "o", "--out", "m"], &["push", "o", "me/x", "--dry-run"]] {

@@ -57,6 +57,11 @@ impl Manifest {
         }
     }
 
+    /// The step of the checkpoint.
+    pub(super) fn step(&self) -> u64 {
+        self.step
+    }
+
     /// Checks size and hash of every file.
     pub(super) fn check(&self, dir: &Path, step: u64) -> Result<(), String> {
         self.is_of(step)?;

@@ -144,6 +144,15 @@ impl Checkpoints {
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
+    /// Verifies a checkpoint's folder of any name against the recorded hashes.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`].
+    pub fn check(path: &Path) -> Result<(), Error> {
+        let manifest = manifest(path)?;
+        manifest.check(path, manifest.step()).map_err(|problem| damaged(path, problem))
+    }
+
     /// Removes checkpoints of steps after `newest`, and all but the latest `keep` of the rest. Never
     /// removes the one of step `also` unless it is after `newest`.
     ///

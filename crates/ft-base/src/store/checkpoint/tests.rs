@@ -168,9 +168,12 @@ fn every_flipped_bit_and_every_truncation_is_found() {
         fs::write(&file, &bad).unwrap();
         let found = all.newest_whole();
         assert!(matches!(found, Err(Error::AllDamaged { .. })), "{round} {file:?}: {found:?}");
+        assert!(matches!(Checkpoints::check(&path), Err(Error::Damaged { .. })), "{round} {file:?}");
         fs::write(&file, &good).unwrap();
     }
     assert_eq!(all.newest_whole().unwrap().unwrap().step, 3);
+    fs::rename(&path, root.path().join("copy")).unwrap();
+    Checkpoints::check(&root.path().join("copy")).unwrap();
 }
 
 /// Reliability R6: the disk fills up at any moment of a save. Needs root to mount a small disk;
