@@ -7,8 +7,8 @@ use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 use ft_data::{CHAT_TEMPLATE, TOOL_USE};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
-/// Prompt format and chat templates of an adapter.
-const WITH_ADAPTER: [&str; 3] = ["ft.json", CHAT_TEMPLATE, TOOL_USE];
+/// Prompt format and chat templates of an adapter, and a tokenizer with its own tokens.
+const WITH_ADAPTER: [&str; 4] = ["ft.json", CHAT_TEMPLATE, TOOL_USE, TOKENIZER];
 /// Files that change tokens.
 const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
@@ -71,7 +71,7 @@ pub(super) fn choose(
         Kind::Model(_) if has(CONFIG) => vec![CONFIG],
         Kind::Model(_) => {
             let hint = if has(ADAPTER[0]) {
-                "; it has adapter_config.json: an adapter, for lora.init"
+                "; it has adapter_config.json: an adapter, for lora.init or --adapter"
             } else if listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
                 "; it has GGUF files: use the safetensors release of the model"
             } else {

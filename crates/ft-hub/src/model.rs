@@ -35,7 +35,7 @@ pub fn fetch_model_with(
     if let Some(dir) = local(settings, source)? {
         if !dir.join(CONFIG).is_file() {
             let hint = if dir.join(ADAPTER[0]).is_file() {
-                "; it has adapter_config.json: an adapter, for lora.init"
+                "; it has adapter_config.json: an adapter, for lora.init or --adapter"
             } else {
                 "; a model's folder has one"
             };

@@ -698,10 +698,11 @@ mod remote {
             ("adapter_config.json", b"{}"),
             ("adapter_model.safetensors", b"x"),
             ("adapter_model.bin", b"pickle"),
+            ("tokenizer.json", b"{}"),
         ]);
         let s = settings(home.path(), &hub.endpoint);
         let dir = fetch_adapter_with(&s, "owner/name", "main", false).unwrap();
-        assert_eq!(hub.got(), ["adapter_config.json", "adapter_model.safetensors"]);
+        assert_eq!(hub.got(), ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]);
         let offline = Settings { offline: true, ..s };
         assert_eq!(fetch_adapter_with(&offline, "owner/name", "main", false).unwrap(), dir);
 

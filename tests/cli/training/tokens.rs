@@ -215,6 +215,10 @@ fn unknown_token_texts_extend_the_tokenizer() {
     let base = w.ok(&["eval", "plain.toml", rule, "--json"]).loss();
     assert!((base - end).abs() > 1e-3, "{base} and {end}");
     w.ok(&["chat", "a/adapter", "--raw", "--max-tokens", "2", "--prompt", "<think>1"]);
+    let hash = |set: &[&str]| w.ok(&[&["data", "--json"][..], set].concat()).json()["hash"].clone();
+    let own = hash(&["r.toml"]);
+    assert_eq!(hash(&["plain.toml", rule, "lora.init=a/adapter"]), own);
+    assert_ne!(hash(&["plain.toml", rule]), own);
 
     // More tokens than rows.
     w.write("x.toml", text.replace("\"</think>\"", "\"</think>\", \"<more>\""));
