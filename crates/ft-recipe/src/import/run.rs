@@ -5,6 +5,7 @@ use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
 use crate::keys::Task;
 use crate::syntax::quote;
+use serde_json::Value;
 
 /// Rows of a forward pass, by the toolkits' names.
 const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
@@ -158,15 +159,39 @@ fn zero(ctx: &mut Context<'_>, stage: u8, e: &Entry) -> Outcome {
     needless(format!("one rank splits nothing; with parallel.data = N cards: parallel.zero = {stage}"))
 }
 
-/// ZeRO stage of a DeepSpeed configuration, from the file or the file name.
+/// ZeRO stage in the name of a DeepSpeed configuration: the digit behind `zero`, `stage` or `z`.
+fn named_stage(path: &str) -> Option<u64> {
+    let name = path.rsplit('/').next().unwrap_or_default().to_lowercase();
+    let digit = |rest: &str| rest.trim_start_matches(['_', '-']).chars().next()?.to_digit(10);
+    ["zero", "stage", "z"]
+        .into_iter()
+        .find_map(|mark| name.split(mark).skip(1).find_map(digit))
+        .map(u64::from)
+}
+
+/// ZeRO stage of a DeepSpeed configuration, from the file or the file name, and offload from the file.
 fn deepspeed(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(path) = text(&e.value).filter(|_| !is_off(&e.value)) else { return needless("off") };
-    let inside = ctx.around.read(&path).and_then(|t| serde_json::from_str::<serde_json::Value>(&t).ok());
-    let stage = inside.and_then(|v| v.pointer("/zero_optimization/stage")?.as_u64());
-    let named = || path.bytes().filter(u8::is_ascii_digit).map(|b| u64::from(b - b'0')).next();
-    match stage.or_else(named).filter(|s| *s <= 3) {
-        Some(stage) => zero(ctx, stage as u8, e),
-        None => refused("parallel.zero = 0 to 3, and memory.offload, say what it does"),
+    let inside =
+        ctx.around.read(&path).and_then(|t| serde_json::from_str::<Value>(&t).ok()).unwrap_or_default();
+    let theirs = &inside["zero_optimization"];
+    let stage = theirs["stage"].as_u64().or_else(|| named_stage(&path)).filter(|s| *s <= 3);
+    let Some(stage) = stage else {
+        return refused("parallel.zero = 0 to 3, and memory.offload, say what it does");
+    };
+    let on = |device: &str| {
+        let parts = [("offload_param", "params"), ("offload_optimizer", "optimizer")].into_iter();
+        parts.filter(|(key, _)| theirs[*key]["device"] == device).map(|(_, ours)| ours).collect::<Vec<_>>()
+    };
+    let (host, disk) = (on("cpu"), on("nvme"));
+    let Outcome(fate, mut told) = zero(ctx, stage as u8, e);
+    if !host.is_empty() {
+        told = format!("{}; {told}", ctx.set("memory.offload", format!("{host:?}"), e));
+    }
+    match (host.is_empty(), disk.is_empty()) {
+        (_, false) => refused(format!("{told}; memory.offload keeps {disk:?} in host memory, not on NVMe")),
+        (true, true) => Outcome(fate, told),
+        (false, true) => converted(told),
     }
 }
 

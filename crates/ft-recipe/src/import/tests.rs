@@ -261,6 +261,48 @@ fn launchers_and_fsdp_are_imported() {
     assert_eq!(recipe(&format!("deepspeed --num_gpus 4 --num_nodes 2 {trl}")).parallel.data, 8);
 }
 
+/// DeepSpeed's stage from the name of its file, and stage and offload from the file.
+#[test]
+fn deepspeed_is_imported() {
+    struct Config(&'static str);
+    impl Around for Config {
+        fn read(&self, path: &str) -> Option<String> {
+            (path == "ds_z2.json").then(|| format!("{{\"zero_optimization\": {}}}", self.0))
+        }
+    }
+    let script = |file: &str| {
+        let launched = "torchrun --nproc_per_node 4 train.py --model_name_or_path m --dataset_name d.jsonl";
+        format!("{launched} --deepspeed {file}")
+    };
+    for (file, stage) in [
+        ("/home/user1/ds_z3.json", 3),
+        ("ds_z3_config.json", 3),
+        ("ds_8gpu_zero3.json", 3),
+        ("deepspeed_zero_3.json", 3),
+        ("deepspeed_configs/zero1_bf16.json", 1),
+        ("zero-stage-2.json", 2),
+    ] {
+        assert_eq!(recipe(&script(file)).parallel.zero, stage, "{file}");
+    }
+    let unnamed = of(&script("run3/ds_8gpu.json"));
+    assert_eq!(fate(&unnamed, "deepspeed"), Fate::NotSupported, "{}", listing(&unnamed));
+    let both = r#"{"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}"#;
+    let one = r#"{"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}"#;
+    let disk = r#"{"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}"#;
+    for (config, params, optimizer, expected) in [
+        (both, true, true, Fate::Converted),
+        (one, false, true, Fate::Converted),
+        (disk, true, false, Fate::NotSupported),
+        (r#"{"stage": 3}"#, false, false, Fate::Converted),
+    ] {
+        let imported = import(&script("ds_z2.json"), "a.sh", &Config(config)).expect("an import");
+        assert_eq!(fate(&imported, "deepspeed"), expected, "{}", listing(&imported));
+        let r = parsed(&imported);
+        let offloads = [Offload::Params, Offload::Optimizer].map(|part| r.memory.offloads(part));
+        assert_eq!((r.parallel.zero, offloads), (3, [params, optimizer]), "{config}");
+    }
+}
+
 /// One key packs training and evaluation data.
 #[test]
 fn a_second_packing_is_told() {
@@ -683,6 +725,67 @@ fn modules_of_frozen_layers_become_a_rule() {
     assert_eq!(modules("all"), ["attention", "mlp", "norms"]);
     let other = of(&format!("{text}freeze_trainable_modules: mlp,input_layernorm\n"));
     assert_eq!(fate(&other, "freeze_trainable_modules"), Fate::NotSupported, "{}", listing(&other));
+}
+
+/// LLaMA-Factory's method "freeze" trains the last two layers by default.
+#[test]
+fn frozen_layers_have_a_default() {
+    let text = "model_name_or_path: m\nfinetuning_type: freeze\ndataset: a\n";
+    let imported = of(text);
+    let written =
+        |imported: &Imported| imported.recipe.clone().unwrap_or_default().contains("layers = \"-2:\"");
+    assert_eq!(fate(&imported, "freeze_trainable_layers"), Fate::Default, "{}", listing(&imported));
+    assert!(written(&imported), "{:?}", imported.recipe);
+    for method in ["full", "lora"] {
+        let other = of(&text.replace("freeze", method));
+        let told = other.lines.iter().any(|l| l.key == "freeze_trainable_layers");
+        assert!(!told && !written(&other), "{}", listing(&other));
+    }
+}
+
+/// Keys of `dataset_info.json` without a counterpart are told, and a file that is no JSON.
+#[test]
+fn lost_keys_of_dataset_info_are_told() {
+    struct Info(&'static str);
+    impl Around for Info {
+        fn read(&self, path: &str) -> Option<String> {
+            (path == "dir/dataset_info.json").then(|| self.0.into())
+        }
+    }
+    let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: mine\ndataset_dir: dir\n";
+    let line = |info: &'static str| {
+        let imported = import(text, "a.yaml", &Info(info)).expect("an import");
+        imported.lines.into_iter().find(|l| l.key == "dataset").expect("a line")
+    };
+    let hub = line(r#"{"mine": {"hf_hub_url": "x/y", "ms_hub_url": "z", "revision": "r", "folder": null}}"#);
+    assert_eq!(hub.fate, Fate::Converted, "{}", hub.text);
+    for (info, advice) in [
+        (
+            r#"{"mine": {"file_name": "a.json", "num_samples": 7}}"#,
+            "; mine: num_samples = 7 random rows: max_samples takes the first ones",
+        ),
+        (
+            r#"{"mine": {"hf_hub_url": "x/y", "folder": "f"}}"#,
+            "; mine: no key folder here: ft schema lists them",
+        ),
+        (r#"{"mine": {"ms_hub_url": "x/y"}}"#, "; mine: ms_hub_url is not read: write the rows into a file"),
+        (
+            r#"{"mine": {"script_url": "x", "file_name": "a.json"}}"#,
+            "; mine: script_url is not read: write the rows into a file",
+        ),
+        (
+            r#"{"mine": {"file_name": "a.json", "surprise": 1}}"#,
+            "; mine: no key surprise here: ft schema lists them",
+        ),
+        (
+            "{\"mine\": }",
+            "; dir/dataset_info.json, which describes them, is no JSON: expected value at line 1 column ",
+        ),
+    ] {
+        let told = line(info);
+        assert_eq!(told.fate, Fate::NotSupported, "{info}: {}", told.text);
+        assert!(told.text.contains(advice), "{info}: {}", told.text);
+    }
 }
 
 /// Data sets of LLaMA-Factory are described by a file beside them.

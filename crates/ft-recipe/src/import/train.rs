@@ -382,7 +382,8 @@ pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
         ctx.draft.set("train.0.method", quote("full"), &origin, false);
     }
     if let Some((layers, origin)) = within {
-        ctx.draft.set("train.0.layers", layers, &origin, false);
+        let by_default = ctx.entries.list.iter().any(|e| e.path == origin && e.line == 0);
+        ctx.draft.set("train.0.layers", layers, &origin, by_default);
     }
     let in_full = std::mem::take(&mut ctx.in_full);
     if let Some((_, origin)) = in_full.first() {

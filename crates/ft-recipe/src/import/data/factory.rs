@@ -4,23 +4,34 @@ use super::source::Source;
 use crate::import::context::{Context, converted, needless, refused};
 use crate::import::draft::number_text;
 use crate::import::prefer::reads_pairs;
-use crate::import::read::{text, words};
+use crate::import::read::{is_off, text, words};
 use crate::keys::Task;
 use crate::syntax::quote;
 use serde_json::Value;
+
+/// Keys of an entry, and of a source.
+const TAKEN: [(&str, &str); 4] =
+    [("subset", "config"), ("split", "split"), ("hf_revision", "revision"), ("revision", "revision")];
+/// Further known keys.
+const READ: [&str; 6] = ["hf_hub_url", "file_name", "formatting", "ranking", "columns", "tags"];
+/// Other places of the rows, behind `hf_hub_url`.
+const PLACES: [&str; 4] = ["ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"];
 
 /// The sources that `key` names.
 pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     let folder = ctx.get("dataset_dir").and_then(text).unwrap_or_else(|| "data".into());
     let remote = folder == "ONLINE";
-    let info = ctx.around.read(&format!("{folder}/dataset_info.json"));
-    let info = info.and_then(|t| serde_json::from_str::<Value>(&t).ok());
+    let file = format!("{folder}/dataset_info.json");
+    let info = ctx.around.read(&file).map(|t| serde_json::from_str::<Value>(&t));
     let raw = ctx.word("stage") == "pt";
     let Some(names) = ctx.get(key).map(words).filter(|n| !n.is_empty()) else { return Vec::new() };
     let mut sources = Vec::new();
     let mut advice = Vec::new();
     for name in &names {
-        let described = info.as_ref().and_then(|i| i.get(name));
+        let described = info.as_ref().and_then(|i| i.as_ref().ok()?.get(name));
+        if let Some(entry) = described {
+            lost(entry, name, &mut advice);
+        }
         let mut source = match described {
             Some(entry) if raw => of_text(entry, place(entry, name, &folder), key, &mut advice),
             Some(entry) => of_entry(entry, name, (&folder, key, ctx.task), &mut advice),
@@ -43,8 +54,10 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     if sources.iter().any(|s| s.keys.contains_key("form")) {
         told += "; form = \"chat\": texts go through the model's chat template";
     }
-    if info.is_none() && !remote {
-        told += &format!("; {folder}/dataset_info.json, which describes them, is not there");
+    match info {
+        None if !remote => told += &format!("; {file}, which describes them, is not there"),
+        Some(Err(e)) => advice.push(format!("{file}, which describes them, is no JSON: {e}")),
+        _ => {}
     }
     let outcome = match advice.is_empty() {
         true => converted(told),
@@ -57,6 +70,22 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
         ctx.of_data.insert("max_samples".into(), converted(told));
     }
     sources
+}
+
+/// Advice on keys of an entry without a counterpart.
+fn lost(entry: &Value, name: &str, advice: &mut Vec<String>) {
+    let on_hub = entry.get("hf_hub_url").is_some();
+    for (key, value) in entry.as_object().into_iter().flatten().filter(|(_, v)| !is_off(v)) {
+        advice.push(match key.as_str() {
+            key if READ.contains(&key) || TAKEN.iter().any(|(theirs, _)| *theirs == key) => continue,
+            key if PLACES.contains(&key) && on_hub => continue,
+            key if PLACES.contains(&key) => format!("{name}: {key} is not read: write the rows into a file"),
+            "num_samples" => {
+                format!("{name}: num_samples = {value} random rows: max_samples takes the first ones")
+            }
+            key => format!("{name}: no key {key} here: ft schema lists them"),
+        });
+    }
 }
 
 /// The file or data set of an entry in `dataset_info.json`.
@@ -72,7 +101,7 @@ fn place(entry: &Value, name: &str, folder: &str) -> String {
 /// A source at `place`, with its keys of an entry.
 fn named(entry: &Value, place: String, key: &str) -> Source {
     let mut source = Source::named(place, key);
-    for (theirs, ours) in [("subset", "config"), ("split", "split"), ("hf_revision", "revision")] {
+    for (theirs, ours) in TAKEN {
         if let Some(value) = entry.get(theirs) {
             source.put(ours, value);
         }

@@ -19,6 +19,11 @@ pub(in crate::import) struct Entry {
     pub line: usize,
 }
 
+/// The error of a key given twice.
+pub(in crate::import) fn twice(key: &str, first: usize) -> String {
+    format!("{key} is given twice, first in line {first}: leave one out")
+}
+
 /// All keys, in the file's order.
 #[derive(Debug, Default)]
 pub(in crate::import) struct Entries {

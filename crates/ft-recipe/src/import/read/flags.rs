@@ -1,6 +1,6 @@
 //! A command line, or a shell script with one: flags to entries with lines.
 
-use super::entries::{Entries, Entry};
+use super::entries::{Entries, Entry, twice};
 use super::scalar::scalar;
 use crate::check::Foreign;
 use serde_json::Value;
@@ -11,6 +11,8 @@ use std::str::Chars;
 /// Words that begin the trainer's own flags: those before are the launcher's.
 const PROGRAMS: [&str; 3] = ["trl", FACTORY, "tune"];
 const FACTORY: &str = "llamafactory-cli";
+/// The program of LLaMA-Factory as a module.
+const FACTORY_MODULE: &str = "llamafactory.cli";
 /// Modules behind `-m` with another program as an argument.
 const LAUNCHERS: [&str; 3] = ["torch.distributed.", "accelerate.commands.", "deepspeed.launcher."];
 /// Options of uv with the name of a package.
@@ -22,19 +24,29 @@ const RUNNERS: [&str; 10] =
     ["env", "exec", "nohup", "time", "uv", "uvx", "srun", "mpirun", "conda", "poetry"];
 /// Scripts of TRL with the task as their name.
 const SCRIPTS: [&str; 9] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "reward_modeling", "gkd"];
+/// Further scripts and verbs of training.
+const TRAINS: [&str; 2] = ["sft", "train"];
 /// Variables of the environment that a trainer reads.
 const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
 
 /// Variables that a script sets, with their lines.
 type Variables = BTreeMap<String, (String, usize)>;
 
-/// Reads the command with the most flags.
+/// Reads the training command, or else the command with the most flags.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     let flags = |c: &Vec<(String, usize)>| c.iter().filter(|(w, _)| w.starts_with("--")).count();
     let (commands, variables) = commands(text);
-    let best = commands.into_iter().max_by_key(flags).filter(|c| flags(c) > 0);
+    let lines: Vec<usize> =
+        commands.iter().filter(|c| trains(c)).filter_map(|c| Some(c.first()?.1)).collect();
+    if let [first, second, ..] = lines[..] {
+        return Err(format!(
+            "line {second}: a second training command, after that of line {first}: write it into a file of its own"
+        ));
+    }
+    let best = commands.into_iter().max_by_key(|c| (trains(c), flags(c))).filter(|c| flags(c) > 0);
     let command = best.ok_or("there is no command with --flags in it")?;
     let mut entries = entries(&command);
+    once(&entries.list)?;
     let read = variables.into_iter().filter(|(name, _)| VARIABLES.contains(&name.as_str()));
     entries.list.extend(read.map(|(path, (value, line))| Entry { path, value: value.into(), line }));
     Ok(entries)
@@ -184,6 +196,36 @@ fn is_program(command: &[(String, usize)], i: usize) -> bool {
     }
 }
 
+/// The name of a script without folders and ending, or the last part of a module's.
+fn stem(word: &str) -> &str {
+    let name = word.rsplit('/').next().unwrap_or_default();
+    name.strip_suffix(".py").or_else(|| name.rsplit('.').next()).unwrap_or_default()
+}
+
+/// Whether a command trains, by the verb of its program, or by the name of a script or module with flags.
+fn trains(command: &[(String, usize)]) -> bool {
+    let Some(program) = (0..command.len()).find(|i| is_program(command, *i)) else { return false };
+    let is_task = |word: &str| SCRIPTS.contains(&word) || TRAINS.contains(&word);
+    let (word, rest) = (command[program].0.as_str(), &command[program + 1..]);
+    if PROGRAMS.contains(&word) || word == FACTORY_MODULE {
+        return rest.first().is_some_and(|(verb, _)| is_task(verb));
+    }
+    is_task(stem(word)) && rest.iter().any(|(w, _)| w.starts_with("--"))
+}
+
+/// Refuses a flag of the trainer given twice.
+fn once(list: &[Entry]) -> Result<(), String> {
+    let mut lines = BTreeMap::new();
+    let is_flag =
+        |e: &&Entry| !e.path.starts_with("launch.") && !["command", "$@"].contains(&e.path.as_str());
+    for e in list.iter().filter(is_flag) {
+        if let Some(first) = lines.insert(e.path.as_str(), e.line) {
+            return Err(format!("line {}: {}", e.line, twice(&e.path, first)));
+        }
+    }
+    Ok(())
+}
+
 /// Flags as entries: `launch.` before the program, plain after it, and the verb as `command`, LLaMA-Factory's under the
 /// program's name.
 fn entries(command: &[(String, usize)]) -> Entries {
@@ -204,7 +246,7 @@ fn entries(command: &[(String, usize)]) -> Entries {
             let path = if before { format!("launch.{name}") } else { name };
             list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
         } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
-            let of_factory = program.is_some_and(|p| [FACTORY, "llamafactory.cli"].contains(&&*command[p].0));
+            let of_factory = program.is_some_and(|p| [FACTORY, FACTORY_MODULE].contains(&&*command[p].0));
             let path = if of_factory { FACTORY } else { "command" };
             list.push(Entry { path: path.into(), value: word.as_str().into(), line: *line });
         } else if program == Some(i)
@@ -212,9 +254,8 @@ fn entries(command: &[(String, usize)]) -> Entries {
             || before && (list.is_empty() || word.starts_with('-'))
         {
             // names of the launcher and the program, short options; a script or module may be the task's
-            let name = word.rsplit('/').next().unwrap_or_default();
-            let stem = name.strip_suffix(".py").or_else(|| name.rsplit('.').next());
-            if let Some(task) = stem.filter(|s| program == Some(i) && SCRIPTS.contains(s)) {
+            let task = stem(word);
+            if program == Some(i) && SCRIPTS.contains(&task) {
                 list.push(Entry { path: "command".into(), value: task.into(), line: *line });
             }
         } else if word == "$@" || word == "$*" {
@@ -270,6 +311,54 @@ mod tests {
         "#);
         assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
         assert!(!is_command("---\nbase_model: x\ntime: 3\npython_version: 3\ntrl:\n  beta: 1\n"));
+    }
+
+    #[test]
+    fn a_flag_of_the_trainer_stands_once() {
+        let error = |text: &str| read(text).unwrap_err();
+        assert_eq!(
+            error("trl sft --a-b 2 \\\n --c 1 \\\n --a_b=8\n"),
+            "line 3: a_b is given twice, first in line 1: leave one out"
+        );
+        assert_eq!(
+            error("trl sft --packing --no-packing"),
+            "line 1: packing is given twice, first in line 1: leave one out"
+        );
+        for text in
+            ["uv run --with trl --with peft trl sft --a 1 2", "python dpo.py sft --a \"$@\" --b \"$@\""]
+        {
+            assert!(read(text).is_ok(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_script_has_one_training_command() {
+        let paths =
+            |text: &str| read(text).map(|e| e.list.iter().map(|e| e.path.clone()).collect::<Vec<_>>());
+        for second in [
+            "trl dpo --a 1",
+            "accelerate launch --num_processes 2 \\\n  trl/scripts/sft.py --a 1",
+            "A=1 python -m trl.scripts.dpo --a 1",
+            "llamafactory-cli train b.yaml",
+            "python -m llamafactory.cli train --a 1",
+            "torchrun src/train.py --a 1",
+        ] {
+            let text = format!("set -e\ntrl sft --a 1 \\\n  --b 2\n{second}\n");
+            let expected =
+                "line 4: a second training command, after that of line 2: write it into a file of its own";
+            assert_eq!(paths(&text).unwrap_err(), expected, "{second}");
+        }
+        for other in [
+            "python prepare.py --x 1 --y 2 --z 3",
+            "pip install --upgrade --quiet --user trl",
+            "curl -L --retry 3 --silent --output sft.py https://host/sft.py",
+            "llamafactory-cli export --x 1 --y 2 --z 3",
+            "python evaluate.py train --x 1 --y 2 --z 3",
+        ] {
+            for text in [format!("{other}\ntrl sft --a 1\n"), format!("trl sft --a 1\n{other}\n")] {
+                assert_eq!(paths(&text).unwrap(), ["command", "a"], "{text}");
+            }
+        }
     }
 
     /// Variables and programs before the trainer's own words, and a file for the output.

@@ -1,6 +1,6 @@
 //! YAML, and JSON as a part of it: events of the parser to entries with lines.
 
-use super::entries::{Entries, MOST};
+use super::entries::{Entries, MOST, twice};
 use super::scalar::scalar;
 use saphyr_parser::{Event, Parser, ScalarStyle, Span};
 use serde_json::{Map, Value};
@@ -38,9 +38,9 @@ pub fn value(text: &str, most: usize) -> Result<Value, String> {
     Ok(read_document(text, most, false)?.root.unwrap_or_default())
 }
 
-/// Reads the first document; `only` refuses a second one.
+/// Reads the first document; `only` refuses a second one, and a repeated key of a table.
 fn read_document(text: &str, most: usize, only: bool) -> Result<Reader, String> {
-    let mut reader = Reader { most, ..Reader::default() };
+    let mut reader = Reader { most, only, ..Reader::default() };
     let mut ended = false;
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
@@ -72,6 +72,8 @@ struct Reader {
     copied: usize,
     /// The most values.
     most: usize,
+    /// Whether a repeated key of a table is an error.
+    only: bool,
 }
 
 impl Reader {
@@ -82,8 +84,12 @@ impl Reader {
                 if let Some(Open { value: Value::Object(_), key: key @ None, .. }) = self.open.last_mut() {
                     *key = Some(text.into_owned());
                     let path = self.path();
-                    self.lines.entry(path).or_insert(span.start.line());
-                    return Ok(());
+                    // merge keys may stand twice
+                    let once = self.only && !path.ends_with("<<");
+                    return match self.lines.insert(path.clone(), span.start.line()) {
+                        Some(first) if once => Err(twice(&path, first)),
+                        _ => Ok(()),
+                    };
                 }
                 let value = if plain { scalar(&text) } else { Value::from(text.into_owned()) };
                 self.put(value, anchor)
@@ -225,6 +231,20 @@ mod tests {
         };
         assert!(copies(64).is_ok());
         assert!(copies(65).unwrap_err().ends_with("line 2: aliases of more than 64 MiB"));
+    }
+
+    /// Keys of a merged table may be given again; the tables of dataset cards may have keys twice.
+    #[test]
+    fn a_key_stands_once_in_a_table() {
+        let text = "a: 1\nb:\n  - {c: 1}\n  - {c: 1,\n     c: 2}\n";
+        assert_eq!(read(text).unwrap_err(), "line 5: b.1.c is given twice, first in line 4: leave one out");
+        assert_eq!(value(text, 9).unwrap()["b"][1]["c"], 2);
+        assert_eq!(
+            read("a: 1\na: 1\n").unwrap_err(),
+            "line 2: a is given twice, first in line 1: leave one out"
+        );
+        let merged = read("e: &x {f: 1}\ng: &y {h: 1}\ni:\n  <<: *x\n  <<: *y\n  f: 2\n").unwrap();
+        assert_eq!((merged.get("i.f"), merged.get("i.h")), (Some(&2.into()), Some(&1.into())));
     }
 
     #[test]
