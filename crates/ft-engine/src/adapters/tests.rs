@@ -181,19 +181,43 @@ fn a_magnitude_of_the_embedding_is_not_dropped() -> Result<()> {
     Ok(())
 }
 
+/// The text model of a released vision checkpoint.
+fn vision(tied: bool) -> Result<Config> {
+    let text = json!({
+        "model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    });
+    let raw = json!({"model_type": "gemma3", "tie_word_embeddings": tied, "text_config": text});
+    let mut c = Config::parse("config.json", raw.as_object().context("an object")?.clone())?;
+    c.body = "language_model.model";
+    Ok(c)
+}
+
+/// PEFT matches suffixes, and the layers of a tower have norms of the same names.
+#[test]
+fn saved_modules_of_a_vision_checkpoint_have_full_names() -> Result<()> {
+    let rules = "[[train]]\nmodules = [\"input_layernorm\"]\nlayers = [0]\nmethod = \"full\"\n\
+                 [[train]]\nmodules = [\"head\"]\nmethod = \"full\"";
+    for body in ["language_model.model", "model.language_model"] {
+        let mut c = vision(false)?;
+        c.body = body;
+        let s = select(&c, rules)?;
+        let json = config_json(&s, "base", None);
+        let saved = ["model.language_model.layers.0.input_layernorm", "lm_head"];
+        assert_eq!(json["modules_to_save"], json!(saved), "{body}");
+        let map = json.as_object().context("an object")?;
+        let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+        assert_eq!(names(&back), names(&s), "{body}");
+    }
+    Ok(())
+}
+
 /// PEFT saves frozen tensors under the names of transformers 5; the base has those of its release.
 #[test]
 fn frozen_tensors_are_found_in_a_released_vision_checkpoint() -> Result<()> {
     let (embedding, head) = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight");
     for (tied, names) in [(true, &[embedding][..]), (false, &[embedding, head])] {
-        let text = json!({
-            "model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
-        });
-        let raw = json!({"model_type": "gemma3", "tie_word_embeddings": tied, "text_config": text});
-        let mut c = Config::parse("config.json", raw.as_object().context("an object")?.clone())?;
-        c.body = "language_model.model";
-        let dir = tempfile::tempdir()?;
+        let (c, dir) = (vision(tied)?, tempfile::tempdir()?);
         let more = ["lm_head.base_layer.weight", "model.language_model.embed_tokens.base_layer.weight"];
         let held = adapter(dir.path(), &c, json!({}), &more)?;
         let check = |value: f32| -> Result<()> {

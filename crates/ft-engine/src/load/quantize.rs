@@ -3,8 +3,8 @@
 use super::check::check_tensors;
 use super::layout;
 use crate::files::Entry;
-use crate::model::Config;
-use crate::model::modules::{Group, Module, SCORE, modules};
+use crate::model::modules::{Kind, Module, modules};
+use crate::model::{Config, TOWERS, current_name};
 use crate::quant::{self, Error};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store::AtomicFolder;
@@ -110,10 +110,14 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
 
 /// The `quantization_config` read by transformers and bitsandbytes.
 fn quantization_config(config: &Config, double: bool) -> Value {
-    // Modules to skip. By default, transformers skips only the head.
-    let routers = modules(config).into_iter().filter(|m| m.group == Group::Router).map(|m| m.name);
-    let head = if config.scores.is_some() { SCORE } else { config.vocabulary_name() };
-    let skip: Vec<String> = std::iter::once(head.to_string()).chain(routers).collect();
+    // Linears to skip. By default, transformers skips only the head.
+    let is_skipped = |m: &Module| matches!(m.kind, Kind::Linear { .. }) && !quant::applies_to(m);
+    let linears = modules(config).into_iter().filter(is_skipped);
+    let mut skip: Vec<String> = linears.map(|m| current_name(&m.name).unwrap_or(m.name)).collect();
+    if config.is_nested() {
+        // transformers 5 compares the start of a module's name.
+        skip.extend(TOWERS.into_iter().flat_map(|tower| [tower.to_string(), format!("model.{tower}")]));
+    }
     json!({
         "_load_in_4bit": true,
         "_load_in_8bit": false,
@@ -129,4 +133,35 @@ fn quantization_config(config: &Config, double: bool) -> Value {
         "load_in_8bit": false,
         "quant_method": "bitsandbytes",
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// transformers makes any other linear one of 4 bits, and finds no such weights for it.
+    #[test]
+    fn linears_left_in_full_are_modules_to_skip() -> anyhow::Result<()> {
+        let skipped = |raw: Value, body: Option<&'static str>| -> anyhow::Result<Vec<String>> {
+            let mut c = Config::parse("config.json", serde_json::from_value(raw)?)?;
+            c.body = body.unwrap_or(c.body);
+            let written = quantization_config(&c, true);
+            Ok(serde_json::from_value(written["llm_int8_skip_modules"].clone())?)
+        };
+        let text = |raw: Value| skipped(raw, None);
+        assert_eq!(text(json!({"model_type": "qwen3"}))?, ["lm_head"]);
+        let mixture = text(json!({"model_type": "qwen3_moe", "num_hidden_layers": 2}))?;
+        assert_eq!(mixture, ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"]);
+        let gemma4 = text(json!({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}))?;
+        assert_eq!(gemma4, ["model.per_layer_model_projection", "lm_head"]);
+        let raw = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}});
+        for body in ["model.language_model", "language_model.model"] {
+            let vision = skipped(raw.clone(), Some(body))?;
+            assert_eq!((vision[0].as_str(), vision.len()), ("lm_head", 1 + 2 * TOWERS.len()), "{body}");
+            for tower in ["vision_tower", "model.vision_tower", "model.multi_modal_projector"] {
+                assert!(vision.iter().any(|m| m == tower), "{vision:?}");
+            }
+        }
+        Ok(())
+    }
 }

@@ -28,7 +28,7 @@ pub mod units;
 pub(crate) use config::tests::tiny_qwen3_5_moe;
 pub use config::{
     Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, TOWERS,
-    WeightFormat, family, modules, rope,
+    WeightFormat, current_name, family, modules, rope,
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;

@@ -1,5 +1,6 @@
 //! Conventions of PEFT's files.
 
+use crate::model::current_name;
 use ft_recipe::{LoraSpec, Quantize};
 use std::borrow::Cow;
 
@@ -13,15 +14,10 @@ pub(super) const BASE_QUANTIZE: &str = "ft.base_quantize";
 /// Metadata key for the names of a score head's outputs, a JSON list. PEFT has no place for them.
 pub(super) const LABELS: &str = "ft.labels";
 
-/// A name with the module paths of transformers 5, where a vision checkpoint has those of its release: the same text
-/// model is below `model.language_model`, and the head at the top.
+/// A name with the module paths of transformers 5, as [`current_name`], with or without [`PREFIX`].
 pub(super) fn current(name: &str) -> Cow<'_, str> {
-    const RELEASED: [(&str, &str); 2] =
-        [("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")];
     let (prefix, own) = name.strip_prefix(PREFIX).map_or(("", name), |own| (PREFIX, own));
-    let renamed =
-        RELEASED.iter().find_map(|(old, new)| Some(format!("{prefix}{new}{}", own.strip_prefix(old)?)));
-    renamed.map_or(Cow::Borrowed(name), Cow::Owned)
+    current_name(own).map_or(Cow::Borrowed(name), |new| Cow::Owned(format!("{prefix}{new}")))
 }
 
 /// LoRA scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.

@@ -140,10 +140,14 @@ fn target_parameters(selection: &Selection) -> Vec<String> {
     out
 }
 
-/// Names for `modules_to_save`: the shortest unique suffixes.
+/// Names for `modules_to_save`: the shortest unique suffixes; full names beside towers, whose modules may have the same
+/// suffixes.
 fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();
+    if is_nested(selection) {
+        return full.iter().map(|m| current(&m.name).into_owned()).collect();
+    }
     // Reversed and sorted, names with a common suffix are adjacent.
     let mut backwards: Vec<String> =
         selection.modules.iter().map(|(m, _)| m.name.chars().rev().collect()).collect();
@@ -165,12 +169,15 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
             }
             m.name.clone()
         })
-        .map(|name| current(&name).into_owned())
         .collect()
+}
+
+/// Whether the text model is within a vision checkpoint.
+fn is_nested(selection: &Selection) -> bool {
+    selection.modules.iter().any(|(m, _)| m.name.contains("language_model."))
 }
 
 /// Modules of the towers of a vision checkpoint: some have the names of the text model's linears.
 fn others_of(selection: &Selection) -> Value {
-    let nested = selection.modules.iter().any(|(m, _)| m.name.contains("language_model."));
-    if nested { json!(format!(r".*\.({})\..*", TOWERS.join("|"))) } else { Value::Null }
+    if is_nested(selection) { json!(format!(r".*\.({})\..*", TOWERS.join("|"))) } else { Value::Null }
 }

@@ -21,5 +21,5 @@ mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
-pub use spelling::TOWERS;
+pub use spelling::{TOWERS, current_name};
 pub use types::{Biases, Config, Delta, KeySource, LayerAttention, LayerInputs, Moe, WeightFormat};

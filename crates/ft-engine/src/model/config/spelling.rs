@@ -29,6 +29,14 @@ const APART: [&str; 2] = ["mtp", LAYER_SCALAR];
 /// Name of the factor on a layer's output, a buffer in transformers: computed, and never trained.
 pub(super) const LAYER_SCALAR: &str = "layer_scalar";
 
+/// Name in transformers 5 of a tensor or module in a released vision checkpoint: there the text model is below
+/// `model.language_model`, and the head at the top. `None` for an equal name.
+pub fn current_name(name: &str) -> Option<String> {
+    const RELEASED: [(&str, &str); 2] =
+        [("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")];
+    RELEASED.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old)?)))
+}
+
 /// Whether a tensor belongs to a part that `ft` does not train. Such tensors pass through unchanged.
 fn is_apart(tensor: &str) -> bool {
     tensor.split('.').any(|part| TOWERS.contains(&part) || APART.contains(&part))

@@ -167,11 +167,16 @@ fn adds_bos(tokenizer: &Tokenizer) -> bool {
 /// Warns of tokens that take spaces in training alone.
 fn warn_of_spaces(file: &Map<String, Value>) {
     if let [first, others @ ..] = &strips::unstripped(file)[..] {
-        let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        let others = and_more(others.len());
         warn(&format!(
             "added_tokens: {first:?}{others} take the spaces around them (lstrip, rstrip), and in llama.cpp do not"
         ));
     }
+}
+
+/// Number of further tokens of a list, for a warning.
+fn and_more(others: usize) -> String {
+    if others == 0 { String::new() } else { format!(" and {others} more") }
 }
 
 /// Keys of the special tokens, and the end-of-sequence token.
@@ -187,6 +192,10 @@ fn specials(dir: &Path, config: &Config, file: &Map<String, Value>) -> ft_base::
         let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
         let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
         if let Some(id) = id {
+            if let Some((token, _)) = added.iter().find(|a| a.1 == id && id >= config.vocab as u64) {
+                let place = dir.join("tokenizer.json").display().to_string();
+                refuse::<()>(place, no_row(token, Some(id), config.vocab))?;
+            }
             out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
             eos = if kind == "eos" { Some(id as u32) } else { eos };
         }
@@ -198,7 +207,12 @@ fn entries(file: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     file.get("added_tokens").and_then(Value::as_array).into_iter().flatten()
 }
 
-/// Strings and types of all tokens, one per embedding row.
+/// Error for a token beyond the embedding.
+fn no_row(token: &str, id: Option<u64>, rows: usize) -> String {
+    format!("token {token:?}: the embedding has {rows} rows, and its id is {id:?}")
+}
+
+/// Strings and types of all tokens, one per embedding row. Warns of added tokens without a row, and leaves them out.
 fn vocabulary(place: &str, file: &Map<String, Value>, size: usize) -> Result<(Vec<String>, Vec<i32>), Error> {
     let mut tokens: Vec<Option<(String, i32)>> = vec![None; size];
     let own = file.get("model").and_then(|m| m["vocab"].as_object());
@@ -219,13 +233,18 @@ fn vocabulary(place: &str, file: &Map<String, Value>, size: usize) -> Result<(Ve
         };
         (text, t["id"].as_u64(), kind)
     });
+    let (added, rowless): (Vec<_>, Vec<_>) =
+        added.partition(|(_, id, _)| id.is_none_or(|id| id < size as u64));
+    if let [(first, ..), others @ ..] = &rowless[..] {
+        let others = and_more(others.len());
+        warn(&format!(
+            "added_tokens: {first:?}{others} left out: the ids are beyond the {size} rows of the embedding"
+        ));
+    }
     for (text, id, kind) in own.chain(added) {
         let slot = id.and_then(|id| tokens.get_mut(usize::try_from(id).ok()?));
         let Some(slot) = slot else {
-            return refuse(
-                place,
-                format!("token {text:?}: the embedding has {size} rows, and its id is {id:?}"),
-            );
+            return refuse(place, no_row(text, id, size));
         };
         *slot = Some((text.to_string(), kind));
     }
@@ -251,4 +270,41 @@ fn merges(place: &str, model: &Value) -> Result<Vec<String>, Error> {
     list.iter()
         .map(|m| spelled(m).ok_or_else(|| Error { place: place.into(), why: format!("model.merges: {m}") }))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::{Context as _, Result};
+    use serde_json::json;
+
+    fn map(value: &Value) -> Result<Map<String, Value>> {
+        Ok(value.as_object().context("an object")?.clone())
+    }
+
+    /// Gemma 3's text models have `<image_soft_token>` beyond the embedding. llama.cpp's conversion leaves it out.
+    #[test]
+    fn added_tokens_without_a_row_are_left_out() -> Result<()> {
+        let file = |last: u64| {
+            map(&json!({
+                "model": {"vocab": {"a": 0, "b": last}},
+                "added_tokens": [{"content": "<c>", "id": 2, "special": true},
+                    {"content": "<image>", "id": 3, "special": true}],
+            }))
+        };
+        let (tokens, types) = vocabulary("f", &file(1)?, 3)?;
+        assert_eq!(tokens, ["a", "b", "<c>"]);
+        assert_eq!(types, [token::NORMAL, token::NORMAL, token::CONTROL]);
+        let e = vocabulary("f", &file(3)?, 3).err().context("refused")?.to_string();
+        assert!(e.contains("token \"b\": the embedding has 3 rows"), "{e}");
+        // A special token needs its row.
+        let dir = tempfile::tempdir()?;
+        let config = Config::parse("config.json", map(&json!({"model_type": "qwen3", "vocab_size": 3}))?)?;
+        for (eos, is_refused) in [("<c>", false), ("<image>", true)] {
+            std::fs::write(dir.path().join("tokenizer_config.json"), json!({"eos_token": eos}).to_string())?;
+            let e = specials(dir.path(), &config, &file(1)?).err().map(|e| e.to_string());
+            assert_eq!(e.is_some_and(|e| e.contains("token \"<image>\"")), is_refused, "{eos}");
+        }
+        Ok(())
+    }
 }
