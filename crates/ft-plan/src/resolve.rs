@@ -4,7 +4,7 @@
 use crate::Error;
 use crate::host::{beside_device, budget, lacks_fp8};
 use crate::inference::Server;
-use crate::model::{Target, machine, stored};
+use crate::model::{Target, machine, quantization, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_engine::adapters::{self, PeftConfig, Selection, Trained, initial};
@@ -195,7 +195,7 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let dense = |l: &usize| config.moe.as_ref().is_none_or(|moe| !moe.sparse[*l]);
     let widths: BTreeSet<usize> =
         (0..config.layers).filter(dense).map(|l| config.intermediate_of(l)).collect();
-    let quantized = recipe.model.quantize == Quantize::Nf4 || config.is_bitsandbytes();
+    let quantized = quantization(config, recipe.model.quantize) == Quantize::Nf4;
     // Two 4-bit codes are one byte.
     let whole = |width: usize, n: usize| width.is_multiple_of(if quantized { 2 * n } else { n });
     let fits = |n: usize| heads.iter().all(|h| h.is_multiple_of(n)) && widths.iter().all(|w| whole(*w, n));

@@ -659,3 +659,82 @@ fn hints_name_one_card_before_many() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// A hint of a shorter length says what becomes of longer samples; there is none if they stop the run.
+#[test]
+fn hints_of_a_shorter_length_go_by_over_length() -> anyhow::Result<()> {
+    for (over, says) in [
+        ("truncate", Some("longer samples are cut")),
+        ("drop", Some("longer samples are left out")),
+        ("error", None),
+    ] {
+        let over = format!("data.over_length={over}");
+        let sweep = Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), &["data.max_length=32768", &over], true)?;
+        let p = sweep.at(Some(sweep.at(Some(1)).total() - 1));
+        let hint = p.hints.iter().find(|h| h.text.starts_with("data.max_length"));
+        let cost = hint.and_then(|h| h.text.rsplit_once("; ")).map(|(_, cost)| cost);
+        assert_eq!(cost, says, "{:#?}", p.hints);
+    }
+    Ok(())
+}
+
+/// A run refuses an adapter to continue with another rank or method than its own: they are no hints.
+#[test]
+fn hints_keep_rank_and_method_of_an_adapter() -> anyhow::Result<()> {
+    let rules = rule("[\"attention\"]", "rank = 64") + &rule("[\"mlp\"]", "method = \"full\"");
+    for (set, hinted) in [(&[][..], true), (&["lora.init=me/adapter"], false)] {
+        let sweep = Sweep::new("Qwen/Qwen3-0.6B", &rules, set, true)?;
+        let p = sweep.at(Some(sweep.at(Some(1)).total() - 1));
+        for key in ["train.0.rank=", "train.1.method="] {
+            let found = p.hints.iter().flat_map(|h| &h.set).any(|s| s.starts_with(key));
+            assert_eq!(found, hinted, "{set:?}, {key}: {:#?}", p.hints);
+        }
+    }
+    Ok(())
+}
+
+/// A checkpoint of bitsandbytes takes what `model.quantize = "nf4"` takes, which is no hint for it.
+#[test]
+fn checkpoints_in_4_bits_are_planned_so() -> anyhow::Result<()> {
+    let Some((_, text)) = source::builtin("Qwen/Qwen3-0.6B") else { anyhow::bail!("not built in") };
+    let plain: serde_json::Value = serde_json::from_str(text)?;
+    let mut stored = plain.clone();
+    stored["quantization_config"] = serde_json::json!({"quant_method": "bitsandbytes", "load_in_4bit": true});
+    let dir = tempfile::tempdir()?;
+    let folder = dir.path().display().to_string();
+    for cuda in [false, true] {
+        let of = |config: &serde_json::Value, set: &[&str]| -> anyhow::Result<Sweep> {
+            std::fs::write(dir.path().join("config.json"), config.to_string())?;
+            Sweep::new(&folder, &rule(LORA, ""), set, cuda)
+        };
+        let (nf4, four_bit) = (of(&plain, &["model.quantize=nf4"])?, of(&stored, &[])?);
+        let takes = |s: &Sweep| {
+            let p = s.at(None);
+            (p.total(), p.step_work(), p.theory)
+        };
+        assert_eq!(takes(&four_bit), takes(&nf4));
+        let least = nf4.at(Some(1)).total();
+        assert!(four_bit.at(Some(least)).fits());
+        let short = four_bit.at(Some(least - 1));
+        assert!(!short.hints.iter().any(|h| h.text.contains("model.quantize")), "{:#?}", short.hints);
+    }
+    Ok(())
+}
+
+/// An adapter's files hold factors subtracted from the base beside the trained ones, and a tied table twice.
+#[test]
+fn files_of_an_adapter_hold_some_tensors_twice() -> anyhow::Result<()> {
+    let result = |rules: &str, init: &str| -> anyhow::Result<u64> {
+        let p = plan("Qwen/Qwen3-0.6B", rules, &["lora.rank=8", &format!("lora.init={init}")], true)?;
+        Ok(p.space.files.iter().filter(|f| f.name == "result").map(|f| f.bytes).sum())
+    };
+    let lora = rule(LORA, "");
+    let sides = (1024 + 2048) * 2 + (1024 + 1024) * 2 + (1024 + 3072) * 3;
+    let plain = result(&lora, "default")?;
+    assert_eq!(result(&lora, "pissa")? - plain, 28 * 4 * 8 * sides);
+    let tied = result(&(lora + &rule("[\"embedding\"]", "method = \"full\"")), "default")? - plain;
+    let table = 4 * 151_936 * 1024;
+    // with the entries of the file's header
+    assert!((2 * table..2 * table + 1000).contains(&tied), "{tied}");
+    Ok(())
+}

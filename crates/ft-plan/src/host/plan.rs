@@ -12,12 +12,13 @@ use crate::units::bytes;
 use crate::workload::{Workload, reference_bytes};
 use ft_base::memory;
 use ft_base::store;
-use ft_engine::adapters::Selection;
+use ft_engine::adapters::{Part, Selection, TrainedPart, initial};
 use ft_engine::model::Config;
+use ft_engine::model::modules::Group;
 use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_hub::Settings;
 use ft_kernels::Machine;
-use ft_recipe::{Comm, Launch, Quantize, Recipe, Rendezvous, Weights};
+use ft_recipe::{Comm, Decomposition, Launch, Quantize, Recipe, Rendezvous, Weights};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -73,9 +74,12 @@ impl HostPlan {
         // weights, two moments, their scales if 8-bit, and projection matrices (GaLore)
         let entries = 3 + if eight_bit { 2 } else { 0 } + u64::from(projects);
         let rounded = rounded(r, s, machine, &trained);
-        let weights = trained.iter().zip(rounded).map(|(t, rounded)| (t.elements() as u64, rounded));
-        let weights: u64 = weights.map(|(n, rounded)| n * if rounded { machine.width } else { 4 }).sum();
-        let result = if s.everything_full() { machine.width * count } else { weights };
+        let width = |rounded: bool| if rounded { machine.width } else { 4 };
+        let sizes = trained.iter().zip(rounded).map(|(t, rounded)| t.elements() as u64 * width(rounded));
+        let sizes: Vec<u64> = sizes.collect();
+        let weights: u64 = sizes.iter().sum();
+        let adapter = trained.iter().zip(sizes).map(|(t, bytes)| copies(r, s, t) * bytes);
+        let result: u64 = if s.everything_full() { machine.width * count } else { adapter.sum() };
         let checkpoint = weights + states + entries * headers + STATE;
         let saves = saves(r, w.steps);
         let experts = s.modules.iter().filter(|(m, _)| m.expert.is_some()).count() as u64 / 3;
@@ -347,6 +351,15 @@ impl HostPlan {
         line("/dev/shm", &self.shared, self.shared_left, "");
         s
     }
+}
+
+/// Copies of a trained tensor in an adapter's files: two of factors whose initial update is subtracted from the base,
+/// and of a tied table, which has two names.
+fn copies(r: &Recipe, s: &Selection, t: &TrainedPart<'_>) -> u64 {
+    let changes_base = r.lora.init.decomposition().is_some_and(Decomposition::changes_base);
+    let factor = matches!(t.part, Part::A | Part::B) && changes_base && initial::from_base(r, t.module);
+    let table = t.module.group == Group::Embedding && s.tied_in_full();
+    if factor || table { 2 } else { 1 }
 }
 
 /// Most checkpoints of a run of `steps`, if known. Each evaluation may have the best one.

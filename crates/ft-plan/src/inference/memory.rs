@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::host::{Capacity, budget};
 use crate::memory::{Component, ModelStates, overhead};
-use crate::model::machine;
+use crate::model::{machine, quantization};
 use crate::units::bytes;
 use crate::workload::Workload;
 use candle_core::DType;
@@ -56,12 +56,12 @@ impl InferenceMemory {
     /// # Errors
     /// Conflicting settings.
     pub fn new(of: InferenceModel<'_>, cuda: bool) -> ft_base::Result<Self> {
-        let quantize = if of.config.is_bitsandbytes() { Quantize::Nf4 } else { of.quantize };
-        let mut keys = vec![format!("model.quantize={}", quantize.word())];
-        keys.extend(of.dtype.map(|d| format!("model.dtype={}", d.word())));
+        let quantize = quantization(of.config, of.quantize);
+        let keys: Vec<String> = of.dtype.iter().map(|d| format!("model.dtype={}", d.word())).collect();
         let recipe = Recipe::parse(NOTHING, "what a model takes", &keys)?;
         let machine = Machine { stored: of.stored, ..machine(&recipe, cuda) };
-        let s = ModelStates::new(&recipe, of.selection, machine, (0, Units::all(of.config.layers)));
+        let s =
+            ModelStates::new(&recipe, of.selection, (machine, quantize), (0, Units::all(of.config.layers)));
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
         let token = c.cache_of_a_token(0..c.layers, dtype);

@@ -7,7 +7,7 @@ use ft_engine::adapters::{Choice, Selection};
 use ft_engine::params::build::ghost::is_quantized;
 use ft_engine::ranks::{Axis, Mesh};
 use ft_kernels::Machine;
-use ft_recipe::{Master, OptimizerName, Recipe};
+use ft_recipe::{Master, OptimizerName, Quantize, Recipe};
 
 /// Sums over the weights of a model: outside of experts, and of experts.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,11 +30,11 @@ pub(super) struct Bounds {
 }
 
 impl Sums {
-    pub fn of(recipe: &Recipe, selection: &Selection, m: Machine) -> Self {
+    pub fn of(quantize: Quantize, selection: &Selection, m: Machine) -> Self {
         let mut sums = Self::default();
         for (module, choice) in selection.with_weights() {
             if !matches!(choice, Choice::Full { .. }) {
-                let four_bit = is_quantized(module, choice, recipe.model.quantize);
+                let four_bit = is_quantized(module, choice, quantize);
                 let width = if four_bit { 0.5 } else { m.width.min(m.stored) as f64 };
                 sums.frozen[usize::from(module.expert.is_some())] += width * module.weight_values() as f64;
             }

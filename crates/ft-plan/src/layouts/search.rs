@@ -4,7 +4,7 @@ use super::bounds::{Bounds, Model as Whole, Sums};
 use super::layout::Layout;
 use super::predict::{Candidate, Rates, predict, sort};
 use crate::host::Capacity;
-use crate::model::{Target, machine};
+use crate::model::{Target, machine, quantization};
 use crate::plan::Model;
 use crate::resolve::{cuts, unsuited};
 use crate::time::links::{Link, Network};
@@ -234,7 +234,8 @@ impl Layouts {
             Some(one) => model.least_work(&one.recipe, target, room)?,
             None => (0.0, recipe.run.batch_rows),
         };
-        let sums = Sums::of(recipe, &model.resolved.selection, self.machine);
+        let quantize = quantization(config, recipe.model.quantize);
+        let sums = Sums::of(quantize, &model.resolved.selection, self.machine);
         let sizes = Whole { sums, row, width: self.machine.width as f64, most_rows };
         for one in &mut allowed {
             one.bounds = sizes.bounds(&one.recipe, one.layout, self.rates());

@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_kernels::Machine;
-use ft_recipe::{Dtype, Products, Recipe, Weights};
+use ft_recipe::{Dtype, Products, Quantize, Recipe, Weights};
 use std::path::Path;
 
 /// Device to plan for.
@@ -50,6 +50,11 @@ pub fn stored(machine: Machine, recipe: &Recipe, config: &Config, dir: Option<&P
         Weights::Random => machine,
         Weights::Load => Machine { stored: Base::stored_width(config, dir), ..machine },
     }
+}
+
+/// Quantization of the decoder linears: `asked` by the recipe, or that of a checkpoint in 4 bits.
+pub fn quantization(config: &Config, asked: Quantize) -> Quantize {
+    if config.is_bitsandbytes() { Quantize::Nf4 } else { asked }
 }
 
 /// Compute dtype: the one named, else f32 on the CPU and bf16 on CUDA.

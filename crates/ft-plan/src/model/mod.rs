@@ -3,5 +3,5 @@
 mod machine;
 pub mod source;
 
-pub use machine::{Target, dtype, machine, stored};
+pub use machine::{Target, dtype, machine, quantization, stored};
 pub use source::{config_notes, source_path};

@@ -2,7 +2,7 @@
 
 use super::plan::{Hint, Plan};
 use crate::host::{Capacity, sum};
-use crate::model::dtype;
+use crate::model::{dtype, quantization};
 use crate::resolve::check_model;
 use crate::search::Inputs;
 use crate::units::bytes;
@@ -10,7 +10,8 @@ use crate::workload::{Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_kernels::Machine;
 use ft_recipe::{
-    Dequantize, Method, Offload, OptimizerName, Quantize, Recipe, Recompute, SHIPPED, Weights, loose_value,
+    Dequantize, Method, Offload, OptimizerName, OverLength, Quantize, Recipe, Recompute, SHIPPED, Weights,
+    loose_value,
 };
 
 /// Settings made together, in command-line form, and their cost in words.
@@ -48,7 +49,7 @@ impl Plan {
         if self.fits_device() {
             return;
         }
-        let fitting = kinds(i.recipe, i.machine).into_iter().filter_map(|kind| first(&kind, self, i, room));
+        let fitting = kinds(i).into_iter().filter_map(|kind| first(&kind, self, i, room));
         let (mut hints, mut devices): (Vec<Hint>, Vec<Hint>) =
             fitting.partition(|h| !h.set.iter().any(|s| s.starts_with("parallel.")));
         // one thing on the host comes before two
@@ -151,7 +152,8 @@ fn shipped(i: &Inputs<'_>, room: &Capacity<'_>) -> Vec<Hint> {
 }
 
 /// The changes tried, by kind: first those with the same results, last more devices.
-fn kinds(r: &Recipe, m: Machine) -> Vec<Kind> {
+fn kinds(i: &Inputs<'_>) -> Vec<Kind> {
+    let (r, m) = (i.recipe, i.machine);
     let any = |sets: &[&str], cost| vec![Change::new(sets.iter().map(|s| s.to_string()), cost)];
     let only = |kind: Kind, when: bool| if when { kind } else { Vec::new() };
     let (full, adamw) = (rules(r, Method::Full).next().is_some(), r.optimizer.name == OptimizerName::Adamw);
@@ -159,6 +161,8 @@ fn kinds(r: &Recipe, m: Machine) -> Vec<Kind> {
     let small = ["optimizer.name=adamw8bit".to_string()];
     let offload = |what: &[Offload], cost| only(offload(r, what, cost), m.cuda);
     let [states, weights, inputs] = [Offload::Optimizer, Offload::Params, Offload::Activations];
+    // a run refuses an adapter of another rank, and one with parts that no rule trains
+    let continues = r.lora.init.adapter().is_some();
     let in_16_bits = m.cuda || !m.computes_in_f32();
     vec![
         offload(&[states], "states cross the bus every step"),
@@ -177,7 +181,7 @@ fn kinds(r: &Recipe, m: Machine) -> Vec<Kind> {
         shorter(r),
         only(
             any(&["model.quantize=nf4"], "the base is rounded to 4 bits"),
-            r.model.quantize == Quantize::None,
+            quantization(i.config, r.model.quantize) == Quantize::None,
         ),
         only(any(&["model.dtype=bf16"], "less precise"), !in_16_bits),
         only(any(&["optimizer.name=adamw8bit"], "rounded moments"), adamw),
@@ -195,8 +199,8 @@ fn kinds(r: &Recipe, m: Machine) -> Vec<Kind> {
             ],
             adamw && !r.optimizer.in_backward,
         ),
-        lower_rank(r),
-        without_full(r),
+        only(lower_rank(r), !continues),
+        only(without_full(r), !continues),
         devices(r, m),
     ]
 }
@@ -221,12 +225,18 @@ fn fewer_rows(r: &Recipe) -> Kind {
     below.map(|n| Change::new([format!("run.micro_rows={n}")], cost)).collect()
 }
 
+/// Empty if a longer sample stops the run.
 fn shorter(r: &Recipe) -> Kind {
+    let cost = match r.data.over_length {
+        OverLength::Truncate => "longer samples are cut",
+        OverLength::Drop => "longer samples are left out",
+        OverLength::Error => return Vec::new(),
+    };
     let length = r.data.max_length;
     let shorter =
         [0.75, 0.5, 0.375, 0.25, 0.125].map(|f| ((length as f64 * f) as usize).next_multiple_of(64));
     let shorter = shorter.into_iter().filter(|n| *n < length);
-    shorter.map(|n| Change::new([format!("data.max_length={n}")], "longer samples are cut")).collect()
+    shorter.map(|n| Change::new([format!("data.max_length={n}")], cost)).collect()
 }
 
 /// The setting of one micro-batch a step.

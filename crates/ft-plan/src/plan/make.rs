@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Theory, rounded};
+use crate::model::quantization;
 use crate::resolve::products;
 use crate::search::{Inputs, Prepared, SearchResult, choose, choose_with_rows};
 use crate::time::actions::{Actions, StageActions};
@@ -125,7 +126,7 @@ impl Plan {
             work: d.work,
             update: prepared.update(),
             learning_rates: i.selection.learning_rates(&r.optimizer),
-            theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
+            theory: Theory::new(i.selection, quantization(i.config, r.model.quantize), &r.optimizer, p),
             hints: Vec::new(),
         })
     }

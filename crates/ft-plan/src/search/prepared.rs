@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::host::sum;
 use crate::memory::{Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
-use crate::model::dtype;
+use crate::model::{dtype, quantization};
 use crate::time::CostModel;
 use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
@@ -92,8 +92,8 @@ impl<'a> Prepared<'a> {
             return Err(Error::Ignored(format!("there is no stage {stage} of the layers")).into());
         };
         let of = (parameters, units);
-        let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, of);
-        let quantize = inputs.recipe.model.quantize;
+        let quantize = quantization(inputs.config, inputs.recipe.model.quantize);
+        let states = ModelStates::new(inputs.recipe, inputs.selection, (inputs.machine, quantize), of);
         let split = (p.tensor, p.expert);
         let weights = (quantize, inputs.recipe.has_rooms());
         // Kernels of CUDA take both half precisions alike; products of the CPU do not.

@@ -123,7 +123,7 @@ impl Frozen {
     fn weight(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) -> Stored {
         let (n, flat) = (m.weight_values() as u64, c.flat(m, Part::Weight));
         let values = &mut self.values[flat];
-        if is_quantized(m, choice, c.recipe.model.quantize) {
+        if is_quantized(m, choice, c.quantize) {
             let counts = match m.is_mxfp4() {
                 true => mxfp4_values(n),
                 false if c.ranks.tensor > 1 => nf4_values_of(m),

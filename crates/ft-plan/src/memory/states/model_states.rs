@@ -12,7 +12,7 @@ use ft_engine::model::modules::Group;
 use ft_engine::optim::{PIECE, STAGED};
 use ft_engine::ranks::{Axis, ROUND};
 use ft_kernels::{Machine, gemm};
-use ft_recipe::{Decomposition, Offload, Recipe, Weights};
+use ft_recipe::{Decomposition, Offload, Quantize, Recipe, Weights};
 
 /// Bytes read at a time by a thread that converts a file (`files/convert.rs`).
 const READ_PIECE: u64 = 4 << 20;
@@ -84,12 +84,12 @@ impl ModelStates {
     pub fn new(
         recipe: &Recipe,
         selection: &Selection,
-        machine: Machine,
+        (machine, quantize): (Machine, Quantize),
         (parameters, units): (u64, Units),
     ) -> Self {
-        let whole = Setup::new(recipe, selection, machine, units);
+        let whole = Setup::new(recipe, selection, (machine, quantize), units);
         let own = (whole.ranks.tensor > 1).then(|| cut(selection, recipe.parallel.tensor));
-        let c = Setup::new(recipe, own.as_ref().unwrap_or(selection), machine, units);
+        let c = Setup::new(recipe, own.as_ref().unwrap_or(selection), (machine, quantize), units);
         let frozen = Frozen::new(&c);
         let trained = TrainedBytes::new(&c);
         let stages = recipe.parallel.pipeline > 1;

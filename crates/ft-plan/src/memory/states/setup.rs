@@ -8,24 +8,31 @@ use ft_engine::model::modules::Module;
 use ft_engine::params::buffers::{ALIGN, Shard, is_cut};
 use ft_engine::ranks::Axis;
 use ft_kernels::Machine;
-use ft_recipe::{Offload, Recipe};
+use ft_recipe::{Offload, Quantize, Recipe};
 
 /// A recipe, its selection and machine, with derived settings.
 pub(super) struct Setup<'a> {
     pub recipe: &'a Recipe,
     pub selection: &'a Selection,
     pub machine: Machine,
+    /// Of the frozen decoder linears.
+    pub quantize: Quantize,
     pub ranks: Ranks,
     /// Trained tensors, each with whether it has no f32 master weights.
     pub trained: Vec<(TrainedPart<'a>, bool)>,
 }
 
 impl<'a> Setup<'a> {
-    pub fn new(recipe: &'a Recipe, selection: &'a Selection, machine: Machine, units: Units) -> Self {
+    pub fn new(
+        recipe: &'a Recipe,
+        selection: &'a Selection,
+        (machine, quantize): (Machine, Quantize),
+        units: Units,
+    ) -> Self {
         let (trained, ranks) = (selection.parts(), Ranks::of(recipe, selection, units));
         let rounded = rounded(recipe, selection, machine, &trained);
         let trained = trained.into_iter().zip(rounded).filter(|(t, _)| ranks.has(t.module)).collect();
-        Self { recipe, selection, machine, ranks, trained }
+        Self { recipe, selection, machine, quantize, ranks, trained }
     }
 
     /// Bytes of a value in the compute dtype.
