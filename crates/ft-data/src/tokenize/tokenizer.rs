@@ -441,8 +441,8 @@ pub struct Decoder<'a> {
 }
 
 impl Decoder<'_> {
-    /// The text completed by `id`, if any. Bytes that make no character, after some that do, change the text of those
-    /// before them; they are decoded apart.
+    /// The text completed by `id`, if any. With byte fallback, an invalid byte also changes the text of valid bytes
+    /// before it, and the library's stream fails: the pending ids are then decoded apart, and the stream begins anew.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].

@@ -1,4 +1,4 @@
-//! The engine's visits on ghosts: each kind of visit runs once, and its peak is recorded.
+//! Visits of the engine on ghosts. Runs every kind of visit once and records its peak.
 
 use super::component::{Bytes, Component};
 use super::ghost_model::GhostModel;

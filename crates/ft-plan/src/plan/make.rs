@@ -132,7 +132,7 @@ impl Plan {
     }
 }
 
-/// One stage of each kind, and the kind of each stage.
+/// Distinct kinds of pipeline stages, and the index of its kind for every stage.
 fn stages<'a>(i: &'a Inputs<'a>) -> ft_base::Result<(Vec<Prepared<'a>>, Vec<usize>)> {
     let p = &i.recipe.parallel;
     let (mut kinds, mut which) = (vec![Prepared::new(i, 0)?], vec![0]);

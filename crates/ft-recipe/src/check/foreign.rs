@@ -47,7 +47,7 @@ fn each(groups: &Grouped) -> impl Iterator<Item = (&String, &String, &String)> {
 /// A test reads the file too.
 static TABLE: LazyLock<Table> = LazyLock::new(|| read().unwrap_or_default());
 
-/// The file, with the keys of its groups among the others.
+/// Parses `foreign.toml`; keys listed in groups become entries of their own.
 fn read() -> Result<Table, toml::de::Error> {
     let Table { mut keys, idle, none, values } = toml::from_str(include_str!("foreign.toml"))?;
     let of = |of: &String| Foreign { of: of.clone(), ..Foreign::default() };
