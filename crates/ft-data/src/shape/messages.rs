@@ -163,12 +163,8 @@ impl Schema {
         let calls = message.get("tool_calls").and_then(Value::as_array).is_some_and(|a| !a.is_empty());
         let thinks =
             REASONING.iter().any(|k| message.get(*k).and_then(Value::as_str).is_some_and(|s| !s.is_empty()));
-        match message.get_mut("tool_calls") {
-            None => {}
-            Some(Value::Array(calls)) if !calls.is_empty() && role != "assistant" => {
-                return Err(format!(".tool_calls: a {role:?} message calls no tools"));
-            }
-            Some(calls) => open_calls(calls)?,
+        if let Some(calls) = message.get_mut("tool_calls") {
+            open_calls(calls, role)?;
         }
         // an empty text is a text; templates write the turn
         if content.is_none() && !(role == "assistant" && (calls || thinks)) {
@@ -196,10 +192,15 @@ impl Schema {
         match tools {
             None | Some(Value::Null) => Ok(None),
             Some(Value::Array(list)) if list.is_empty() => Ok(None),
-            Some(Value::Array(list)) => match list.iter().position(|t| !t.is_object()) {
-                Some(i) => Err(format!("{name}[{i}]: expected an object, found {}", kind(&list[i]))),
-                None => Ok(Some(Value::Array(list))),
-            },
+            Some(Value::Array(list)) => {
+                for (i, tool) in list.iter().enumerate() {
+                    if !tool.is_object() {
+                        return Err(format!("{name}[{i}]: expected an object, found {}", kind(tool)));
+                    }
+                    exact(tool).map_err(|e| format!("{name}[{i}]{e}"))?;
+                }
+                Ok(Some(Value::Array(list)))
+            }
             Some(other) => Err(format!("{name}: expected an array, found {}", kind(&other))),
         }
     }
@@ -259,15 +260,19 @@ fn weight(value: Option<Value>, role: &str) -> Result<bool, String> {
     }
 }
 
-/// Validates the tool calls of a message, and parses arguments given as a JSON string (as in OpenAI's API). Inference
-/// servers also parse them before rendering, and refuse invalid JSON.
+/// Validates the tool calls of a message of `role`, and parses arguments given as a JSON string (as in OpenAI's API).
+/// Inference servers also parse them before rendering, and refuse invalid JSON.
 ///
 /// # Errors
-/// A call without a name, or arguments that are no object; begins with the path inside the message.
-pub fn open_calls(calls: &mut Value) -> Result<(), String> {
+/// Calls of another than the assistant; a call without a name, or arguments that are no object; begins with the path
+/// inside the message.
+pub fn open_calls(calls: &mut Value, role: &str) -> Result<(), String> {
     let Value::Array(list) = calls else {
         return Err(format!(".tool_calls: expected an array, found {}", kind(calls)));
     };
+    if !list.is_empty() && role != "assistant" {
+        return Err(format!(".tool_calls: a {role:?} message calls no tools"));
+    }
     for (i, call) in list.iter_mut().enumerate() {
         let at = format!(".tool_calls[{i}]");
         let flat = call.get("function").is_none();
@@ -295,14 +300,18 @@ pub fn open_calls(calls: &mut Value) -> Result<(), String> {
                 kind(&opened)
             ));
         }
-        if let Some(number) = inexact(&opened) {
-            return Err(format!(
-                "{at}.arguments: {number:e} has more digits than ft keeps; write it as a string"
-            ));
-        }
+        exact(&opened).map_err(|e| format!("{at}.arguments{e}"))?;
         *arguments = opened;
     }
     Ok(())
+}
+
+/// Refuses numbers that are not kept exactly.
+fn exact(value: &Value) -> Result<(), String> {
+    match inexact(value) {
+        Some(number) => Err(format!(": {number:e} has more digits than ft keeps; write it as a string")),
+        None => Ok(()),
+    }
 }
 
 /// Finds an integer beyond 64 bits, rounded to a float by the parser.

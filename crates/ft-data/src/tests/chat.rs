@@ -139,6 +139,44 @@ fn generation_blocks_are_the_mask_with_the_white_space_rules_of_blocks() {
     assert_eq!(t.render(&messages, None, false, &Map::new()).unwrap(), text);
 }
 
+/// Elsewhere than in tags of the template in use, ft finds the turns itself.
+#[test]
+fn generation_blocks_count_in_tags_of_the_template_in_use() {
+    let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]);
+    let body = |open: &str, close: &str| {
+        format!(
+            "{{% for m in messages %}}<{{{{ m.role }}}}>{{% if m.role == 'assistant' %}}{open}{{{{ m.content }}}}</s>\
+             {close}{{% else %}}{{{{ m.content }}}}</s>{{% endif %}}{{% endfor %}}\
+             {{% if add_generation_prompt %}}<assistant>{{% endif %}}"
+        )
+    };
+    let (plain, blocks) = (body("", ""), body("{% generation %}!", "{% endgeneration %}"));
+    for before in
+        ["{# TODO: {% generation %} #}", "{% raw %}{% generation %}{% endraw %}", "{{ '{% generation %}' }}"]
+    {
+        let t = with_template(&[before, &plain].concat());
+        assert_eq!(spans_of(&t, &messages, &Value::Null).unwrap(), ["a</s>"], "{before}");
+    }
+    for (default, tool_use, spans) in
+        [(&plain, &blocks, ["a</s>", "!a</s>"]), (&blocks, &plain, ["!a</s>", "a</s>"])]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(fixture("tiny-tokenizer/tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+        let tool_use = ["{{ tools[0].name }}", tool_use.as_str()].concat();
+        let templates = json!([{"name": "default", "template": default},
+            {"name": "tool_use", "template": tool_use}]);
+        let config = json!({"eos_token": "<|im_end|>", "chat_template": templates});
+        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        let t = Tokenizer::load(dir.path(), None).unwrap().unwrap();
+        let rows = [json!({ "messages": messages }), json!({"messages": messages, "tools": [{"name": "f"}]})];
+        let found = rows.map(|row| {
+            let (text, spans, _) = read(&t, &row, &Map::new()).unwrap();
+            spans.into_iter().map(|s| text[s].to_string()).collect::<Vec<_>>().concat()
+        });
+        assert_eq!(found, spans);
+    }
+}
+
 #[test]
 fn a_generation_prompt_that_opens_the_reasoning_is_not_supervised_where_it_is_written() {
     // as for reasoning models: the prompt ends in <think>, earlier turns lose their reasoning
@@ -427,6 +465,27 @@ fn texts_of_newer_templates_are_transformers_and_harmonys() {
     }
     assert_eq!(by_harmony, 7);
     insta::assert_snapshot!(told);
+}
+
+/// Gemma 4 writes the results of tools before the text of the turn that calls them.
+#[test]
+fn no_span_holds_another_message() {
+    let template = std::fs::read_to_string(fixture("templates/google-gemma-4.jinja")).unwrap();
+    let t = with_template(&template.replace("<turn|>", "<|im_end|>"));
+    let calls =
+        json!([{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]);
+    let messages = |text: &str| {
+        json!([{"role": "user", "content": "q?"}, {"role": "assistant", "content": text, "tool_calls": calls},
+            {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "It rains."}])
+    };
+    let told = spans_of(&t, &messages("Let me check."), &Value::Null).unwrap_err();
+    assert!(
+        told.contains("messages[1]") && told.contains("another message stands inside its turn"),
+        "{told}"
+    );
+    // the result repeats the name of the function, and the city locates the call
+    let call = "<|tool_call>call:get_weather{city:<|\"|>Oslo<|\"|>}<tool_call|><|tool_response>";
+    assert_eq!(spans_of(&t, &messages(""), &Value::Null).unwrap(), [call, "It rains.<|im_end|>"]);
 }
 
 /// LLaMA-Factory's rows with calls of tools.

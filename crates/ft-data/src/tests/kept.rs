@@ -80,6 +80,10 @@ fn arguments_in_a_string_are_the_object_that_it_holds() {
     }
     let long = read(&t, &calling(json!("{\"id\": 123456789012345678901234567890}")), &vars).unwrap_err();
     assert!(long.contains("more digits"), "{long}");
+    let mut long = calling(json!({}));
+    long["tools"] = json!("[{\"name\": \"f\"}, {\"name\": \"g\", \"maximum\": 100000000000000000000}]");
+    let long = read(&t, &long, &vars).unwrap_err();
+    assert!(long.starts_with("tools[1]: 1e20 has more digits"), "{long}");
 }
 
 /// Rows with content missing from the text, and the path of the content.

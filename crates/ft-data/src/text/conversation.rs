@@ -43,7 +43,8 @@ pub(crate) fn render(
     let rendering =
         Rendering { chat, messages: &messages, tools: &tools, text: &text, render: &render, stops };
     // if the template marks the supervised text itself, only the check needs marks
-    let by_itself = !supervise || template.has_generation() && chat.unsupervised.is_empty();
+    let has_generation = template.has_generation(&tools);
+    let by_itself = !supervise || has_generation && chat.unsupervised.is_empty();
     let proven = by_itself && verbatim::proven(chat, &fragments, &text, template, &variables[1]);
     let mut marked = None;
     if !proven {
@@ -53,7 +54,7 @@ pub(crate) fn render(
     if !supervise {
         return Ok((text, Vec::new()));
     }
-    let spans = if template.has_generation() {
+    let spans = if has_generation {
         without(chat, generation, &fragments, marked.as_ref())?
     } else {
         let spans = spans::assistant(&rendering, marked);

@@ -17,7 +17,8 @@
 //! token behind the last turn alone (`<|return|>` of gpt-oss; earlier turns have `<|end|>`): earlier spans then stop
 //! at their content.
 //!
-//! If the renderings disagree, the result is an error, never a guessed mask.
+//! If the renderings disagree, or a span holds another message (Gemma 4 writes the results of tools before the text of
+//! the call), the result is an error, never a guessed mask.
 
 use super::fragments::{Fragment, step};
 use super::marks::{MarkPosition, Rendered, field, jinja, mark, with_marks};
@@ -52,6 +53,7 @@ pub(super) fn assistant(rendering: &Rendering<'_>, marked: Option<Marked>) -> Re
         Some(marked) => marked,
         None => Marked::place(rendering)?,
     };
+    let of_others = |id: usize| marked.message(id).is_some_and(|m| !is_assistant(&messages[m]));
     for &i in &turns {
         let own = match marked.anchor(&marked.whole, i) {
             Some(own) => own,
@@ -65,6 +67,9 @@ pub(super) fn assistant(rendering: &Rendering<'_>, marked: Option<Marked>) -> Re
         let end = end.unwrap_or(own);
         if start > first || end < own || out.spans.last().is_some_and(|s| s.1.end > start) {
             return Err(unclear(i, "its turn overlaps another"));
+        }
+        if marked.ids(&(start..end)).any(of_others) {
+            return Err(unclear(i, "another message stands inside its turn"));
         }
         out.spans.push((i, start..end));
     }
@@ -170,10 +175,14 @@ impl Marked {
         };
         let whole = rendering.of(&marked, &tools).filter(|w| w.text == rendering.text)?;
         let main = |(i, message): (usize, &Value)| {
-            let there = |position: MarkPosition| {
-                of(Some(i)).find(|(id, s)| **s == position && whole.at(*id).is_some())
+            let positions = positions(message);
+            let there = |most: usize| {
+                let fits = |id: usize| (1..=most).contains(&whole.all(id).count());
+                let at = |position: &MarkPosition| of(Some(i)).find(|(id, s)| *s == position && fits(*id));
+                positions.iter().find_map(at)
             };
-            let (id, position) = positions(message).into_iter().find_map(there)?;
+            // a string that the text repeats (the name of a call, in its result) may stand in another message
+            let (id, position) = there(1).or_else(|| there(usize::MAX))?;
             Some((id, rest(message, position)))
         };
         let main = chat.messages.iter().enumerate().map(main).collect();
@@ -237,11 +246,20 @@ impl Marked {
 
     /// The last message in a rendering (`None` if no mark appears), and the text after it.
     fn tail<'a>(&self, seen: &'a Rendered) -> Option<(Option<usize>, &'a str)> {
-        let message = |id: usize| self.main.iter().position(|m| m.as_ref().is_some_and(|m| m.0 == id));
-        match seen.marks.iter().rev().find_map(|(id, _)| message(*id)) {
+        match seen.marks.iter().rev().find_map(|(id, _)| self.message(*id)) {
             None => Some((None, &seen.text)),
             Some(i) => Some((Some(i), &seen.text[self.anchor(seen, i)?..])),
         }
+    }
+
+    /// The message located by a mark.
+    fn message(&self, id: usize) -> Option<usize> {
+        self.main.iter().position(|m| m.as_ref().is_some_and(|m| m.0 == id))
+    }
+
+    /// Marks in a range of the text.
+    fn ids<'a>(&'a self, range: &'a Range<usize>) -> impl Iterator<Item = usize> + 'a {
+        self.whole.marks.iter().filter(move |m| range.start < m.1 && m.1 <= range.end).map(|m| m.0)
     }
 
     /// Messages with marks in a range of the text.
@@ -250,8 +268,7 @@ impl Marked {
         fragments: &'a [Fragment],
         range: &'a Range<usize>,
     ) -> impl Iterator<Item = usize> + 'a {
-        let inside = |at: usize| range.start < at && at <= range.end;
-        self.whole.marks.iter().filter(move |m| inside(m.1)).filter_map(|m| fragments.get(m.0)?.message)
+        self.ids(range).filter_map(|id| fragments.get(id)?.message)
     }
 
     /// Start of the turn of message `i`, with its mark at `own`.

@@ -67,10 +67,11 @@ fn message(i: usize, message: Value) -> Result<Value, ApiError> {
     m.retain(|_, v| !v.is_null());
     let role = match m.get("role").and_then(Value::as_str) {
         // newer name of the system role
-        Some("developer") => json!("system"),
-        Some(role @ ("system" | "user" | "assistant" | "tool")) => json!(role),
+        Some("developer") => "system",
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
         _ => return Err(fail("role is not system, user, assistant or tool")),
     };
+    let role = role.to_string();
     let content = match m.get("content") {
         Some(Value::String(s)) => s.clone(),
         Some(Value::Array(parts)) => {
@@ -80,12 +81,9 @@ fn message(i: usize, message: Value) -> Result<Value, ApiError> {
         _ => return Err(fail("content: a text is wanted")),
     };
     if let Some(calls) = m.get_mut("tool_calls") {
-        if role != "assistant" && calls.as_array().is_none_or(|calls| !calls.is_empty()) {
-            return Err(fail("tool_calls: only the assistant calls tools"));
-        }
-        open_calls(calls).map_err(|why| fail(why.trim_start_matches('.')))?;
+        open_calls(calls, &role).map_err(|why| fail(why.trim_start_matches('.')))?;
     }
-    m.insert("role".into(), role);
+    m.insert("role".into(), json!(role));
     m.insert("content".into(), json!(content));
     Ok(Value::Object(m))
 }

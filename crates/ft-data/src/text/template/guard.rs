@@ -145,6 +145,11 @@ fn rewrite(
         at.push(out.len() as u32);
         out.extend(bodies.left(i).into_iter().map(|new| (new, n)));
         bodies.pass(i);
+        if matches!(i, I::GetClosure) {
+            let names = read_in_macro(&all, n).into_iter();
+            let enclosed = names.flat_map(|name| filters.before("ft_closure", I::Enclose(name)));
+            out.extend(enclosed.map(|new| (new, n)));
+        }
         let constant = match n.checked_sub(1).map(|b| all[b]) {
             Some(I::LoadConst(v)) if !targets[n] => Some(v),
             _ => None,
@@ -166,6 +171,19 @@ fn rewrite(
         };
     }
     Ok(new)
+}
+
+/// The names that a macro reads; `n` is the place of its closure, between body and `BuildMacro`. The engine's own list
+/// lacks names that the macro also sets, and those in the arguments of a `filter` block.
+fn read_in_macro(all: &[&I<'static>], n: usize) -> BTreeSet<&'static str> {
+    let Some(I::BuildMacro(_, body, _)) = all.get(n + 2) else { return BTreeSet::new() };
+    let name = |i: &&I<'static>| match i {
+        I::Lookup(name) | I::CallFunction(name, _) => Some(*name),
+        _ => None,
+    };
+    let names = all.get(*body as usize..n).into_iter().flatten().filter_map(name);
+    // a parameter of every macro that reads it
+    names.filter(|name| *name != "caller").collect()
 }
 
 fn line(old: &Instructions<'static>, n: usize) -> usize {
@@ -296,7 +314,8 @@ fn replaced(
         I::MergeKwargs(n) => vec![f.call("ft_keywords", *n)],
         I::Iterate(to) => f.before("ft_tick", I::Iterate(*to)),
         I::CallFunction(name, n) => f.before("ft_tick", I::CallFunction(name, *n)),
-        I::Enclose(name) => f.before("ft_closure", I::Enclose(name)),
+        // see `read_in_macro`
+        I::Enclose(_) => Vec::new(),
         I::CallMethod(name, n) => vec![f.filter(operators::add_method(env, name), *n)],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         // variables set in a captured body end with it, unlike in the engine

@@ -6,22 +6,24 @@ use super::{checks, filters, functions, operators};
 use crate::error::Error;
 use ft_base::memory::on_stack;
 use ft_base::terminal::panics::caught;
-use minijinja::machinery::{eval, make_string_output};
+use minijinja::machinery::{Token, eval, make_string_output, tokenize};
 use minijinja::value::{Enumerator, Object, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 /// Maximum number of instructions per rendering: well under a second, and far more than the longest
 /// conversation needs.
 const FUEL: u64 = 8_000_000;
-/// Number of renderings of a template that may exceed a budget before further attempts fail immediately.
-const TRIES: u32 = 3;
+/// Maximum number of nested frames of a rendering (a macro's call counts as six), on the thread's own stack and on a
+/// stack of [`STACK`] bytes; the second is the engine's maximum.
+const LEVELS: (usize, usize) = (100, 500);
+/// The engine's error for more frames.
+const TOO_DEEP: &str = "recursion limit exceeded";
 /// Length of the byte sequences compared with the template source.
 pub(crate) const WINDOW: usize = 8;
-/// Stack size for compilation: one tree level per token of the longest tag.
+/// Stack size for compilation (one tree level per token of the longest tag) and for deep renderings.
 const STACK: usize = 16 << 20;
 
 /// Delimiters of the text marked by `{% generation %}`. Unicode noncharacters have no use in text and no
@@ -62,21 +64,26 @@ impl Object for Context {
     }
 }
 
+/// The code of one template.
+struct Compiled {
+    code: Guarded,
+    /// Whether it marks the assistant's text with `{% generation %}`.
+    has_generation: bool,
+    /// The first error over budget, or none if a short conversation ends; absent before.
+    endless: OnceLock<Option<(usize, String)>>,
+}
+
 /// A compiled chat template.
 pub(crate) struct Template {
     env: Environment<'static>,
     origin: String,
-    default: Option<Guarded>,
-    tool_use: Option<Guarded>,
-    has_generation: bool,
+    default: Option<Compiled>,
+    tool_use: Option<Compiled>,
     /// Template sources, and the sorted set of all byte windows in them.
     sources: Vec<String>,
     windows: OnceLock<Vec<[u8; WINDOW]>>,
     /// Names that may be variables.
     names: BTreeSet<String>,
-    /// Number of renderings over budget, and the first such error.
-    spent: AtomicU32,
-    last: OnceLock<(usize, String)>,
 }
 
 impl Template {
@@ -88,22 +95,20 @@ impl Template {
             origin: origin.to_string(),
             default: None,
             tool_use: None,
-            has_generation: false,
             sources: Vec::new(),
             windows: OnceLock::new(),
             names: BTreeSet::new(),
-            spent: AtomicU32::new(0),
-            last: OnceLock::new(),
         };
         this.default = Some(this.compile(default)?);
         this.tool_use = tool_use.map(|source| this.compile(source)).transpose()?;
         Ok(this)
     }
 
-    fn compile(&mut self, source: &str) -> Result<Guarded, Error> {
-        let (source, generation) = generation_blocks(source);
-        self.has_generation |= generation;
+    fn compile(&mut self, source: &str) -> Result<Compiled, Error> {
+        // as Jinja2 reads newlines
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
+        let (source, has_generation) = engine_tags(&source, self.env.syntax());
         let names = guard::names(&source, self.env.syntax());
         self.names.extend(names.into_iter().filter(|name| !Self::sets(name)));
         self.sources.push(source.clone());
@@ -122,12 +127,17 @@ impl Template {
             .map_err(|e| self.fail(0, format!("no thread to compile it: {e}")))?
             .unwrap_or_else(|_| Err(self.fail(0, "a panic while it was compiled")))?;
         self.env = env;
-        Ok(compiled)
+        Ok(Compiled { code: compiled, has_generation, endless: OnceLock::new() })
     }
 
-    /// Whether the template marks the assistant's text with `{% generation %}`.
-    pub fn has_generation(&self) -> bool {
-        self.has_generation
+    /// The template for conversations with these tools.
+    fn chosen(&self, tools: &Value) -> Option<&Compiled> {
+        self.tool_use.as_ref().filter(|_| !tools.is_none()).or(self.default.as_ref())
+    }
+
+    /// Whether the template for conversations with these tools marks the assistant's text with `{% generation %}`.
+    pub fn has_generation(&self, tools: &Value) -> bool {
+        self.chosen(tools).is_some_and(|t| t.has_generation)
     }
 
     /// Whether the template source contains these bytes.
@@ -161,34 +171,49 @@ impl Template {
         add_generation_prompt: bool,
         variables: &Variables,
     ) -> Result<(String, Vec<Range<usize>>), Error> {
-        if self.spent.load(Relaxed) >= TRIES
-            && let Some((line, message)) = self.last.get()
-        {
+        let Some(template) = self.chosen(tools) else { return Err(self.fail(0, "it was not compiled")) };
+        if let Some(Some((line, message))) = template.endless.get() {
             return Err(self.fail(*line, message));
         }
         #[cfg(test)]
         RENDERINGS.set(RENDERINGS.get() + 1);
-        let messages = Value::from(messages.to_vec());
-        bounds::begin(&[&messages, tools]);
-        let variables = variables.clone();
-        let context = Context { variables, messages, tools: tools.clone(), add_generation_prompt };
-        let code = self.tool_use.as_ref().filter(|_| !tools.is_none()).or(self.default.as_ref());
-        let Some(code) = code else { return Err(self.fail(0, "it was not compiled")) };
-        let mut text = String::new();
-        let mut out = make_string_output(&mut text);
-        let context = Value::from_object(context);
-        let done = caught(|| {
-            eval(&self.env, &code.instructions, context, &code.blocks, &mut out, AutoEscape::None).map(|_| ())
+        let context = Arc::new(Context {
+            variables: variables.clone(),
+            messages: Value::from(messages.to_vec()),
+            tools: tools.clone(),
+            add_generation_prompt,
         });
-        match done {
-            Err(panic) => return Err(self.fail(0, format!("it cannot be rendered: {panic}"))),
-            Ok(Err(e)) => return Err(self.error(&e)),
-            Ok(Ok(())) if bounds::stopped() => {
-                return Err(self.error(&minijinja::Error::from(ErrorKind::OutOfFuel)));
-            }
-            Ok(Ok(())) => {}
+        let mut text = evaluated(&self.env, &template.code, &context);
+        if text.as_ref().is_err_and(|e| innermost(e).detail() == Some(TOO_DEEP)) {
+            let mut env = self.env.clone();
+            env.set_recursion_limit(LEVELS.1);
+            let deep = on_stack(STACK, || evaluated(&env, &template.code, &context));
+            let deep = deep.map_err(|e| self.fail(0, format!("no thread to render it: {e}")))?;
+            text = deep.map_err(|_| self.fail(0, "a panic while it was rendered"))?;
         }
-        if self.has_generation { self.take_out_marks(&text) } else { Ok((text, Vec::new())) }
+        let text = text.map_err(|e| {
+            let error = self.error(&e);
+            if is_over_budget(&e)
+                && let Error::Template { line, message, .. } = &error
+            {
+                let told = || (*line, message.clone());
+                template.endless.get_or_init(|| self.is_endless(template, variables).then(told));
+            }
+            error
+        })?;
+        if template.has_generation { self.take_out_marks(&text) } else { Ok((text, Vec::new())) }
+    }
+
+    /// Whether a short conversation exceeds a budget. The answer is the same for any row and thread.
+    fn is_endless(&self, template: &Compiled, variables: &Variables) -> bool {
+        let turn = |role: &str| Value::from_pairs([("role", role), ("content", "a")]);
+        let context = Context {
+            variables: variables.clone(),
+            messages: Value::from(vec![turn("user"), turn("assistant")]),
+            tools: Value::from(()),
+            add_generation_prompt: false,
+        };
+        evaluated(&self.env, &template.code, &Arc::new(context)).is_err_and(|e| is_over_budget(&e))
     }
 
     fn take_out_marks(&self, marked: &str) -> Result<(String, Vec<Range<usize>>), Error> {
@@ -222,24 +247,41 @@ impl Template {
 
     /// Converts an error of the engine, using the innermost cause.
     fn error(&self, e: &minijinja::Error) -> Error {
-        let mut e = e;
-        while let Some(inner) =
-            std::error::Error::source(e).and_then(|s| s.downcast_ref::<minijinja::Error>())
-        {
-            e = inner;
-        }
+        let e = innermost(e);
         let message = match (e.kind(), e.detail()) {
             (_, Some(detail)) => detail.to_string(),
             (ErrorKind::OutOfFuel, _) => "it does not come to an end".to_string(),
             (kind, None) => kind.to_string(),
         };
-        let line = e.line().unwrap_or(0);
-        if e.kind() == ErrorKind::OutOfFuel {
-            self.spent.fetch_add(1, Relaxed);
-            let _ = self.last.set((line, message.clone()));
-        }
-        self.fail(line, message)
+        self.fail(e.line().unwrap_or(0), message)
     }
+}
+
+fn innermost(e: &minijinja::Error) -> &minijinja::Error {
+    let inner = std::error::Error::source(e).and_then(|s| s.downcast_ref::<minijinja::Error>());
+    inner.map_or(e, innermost)
+}
+
+fn is_over_budget(e: &minijinja::Error) -> bool {
+    innermost(e).kind() == ErrorKind::OutOfFuel
+}
+
+/// The text of a conversation, within the budgets.
+fn evaluated(
+    env: &Environment<'static>,
+    code: &Guarded,
+    context: &Arc<Context>,
+) -> Result<String, minijinja::Error> {
+    bounds::begin(&[&context.messages, &context.tools]);
+    let mut text = String::new();
+    let mut out = make_string_output(&mut text);
+    let root = Value::from_dyn_object(context.clone());
+    let done =
+        caught(|| eval(env, &code.instructions, root, &code.blocks, &mut out, AutoEscape::None).map(|_| ()));
+    done.map_err(|panic| {
+        minijinja::Error::new(ErrorKind::InvalidOperation, format!("it cannot be rendered: {panic}"))
+    })??;
+    if bounds::stopped() { Err(ErrorKind::OutOfFuel.into()) } else { Ok(text) }
 }
 
 /// An environment with the functions, filters and white-space rules of transformers.
@@ -252,7 +294,7 @@ fn environment() -> Environment<'static> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.unwrap_or_default());
     env.set_fuel(Some(FUEL));
-    env.set_recursion_limit(100);
+    env.set_recursion_limit(LEVELS.0);
     env.add_filter("ft_generation", |body: String| {
         spend(body.len())?;
         Ok::<_, minijinja::Error>(format!("{}{body}{}", GENERATION[0], GENERATION[1]))
@@ -260,45 +302,35 @@ fn environment() -> Environment<'static> {
     env
 }
 
-/// Rewrites `{% generation %}` blocks as filter blocks that delimit the body; white-space control, line
-/// numbers and scoping are preserved. Also returns whether any block was found.
-fn generation_blocks(source: &str) -> (String, bool) {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    let mut found = false;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at);
-        out.push_str(before);
-        let Some(end) = tag[2..].find("%}").map(|end| end + 2) else { break };
-        let inner = &tag[2..end];
-        let (left, word) = match inner.strip_prefix(['-', '+']) {
-            Some(w) => (&inner[..1], w),
-            None => ("", inner),
-        };
-        let (word, right) = match word.strip_suffix(['-', '+']) {
-            Some(w) => (w, &word[w.len()..]),
-            None => (word, ""),
-        };
-        let replacement = match word.trim() {
-            "generation" => Some("filter ft_generation"),
-            "endgeneration" => Some("endfilter"),
+/// Rewrites `{% generation %}` blocks as filter blocks around the body, and keeps the newline behind `{% raw %}`, as
+/// Jinja2 does. Also returns whether any `{% generation %}` was found.
+fn engine_tags(source: &str, syntax: &SyntaxConfig) -> (String, bool) {
+    let (mut out, mut from) = (String::with_capacity(source.len()), 0);
+    let (mut found, mut opens) = (false, false);
+    // comments and raw text have no tags
+    for (token, span) in tokenize(source, false, syntax.clone()).map_while(Result::ok) {
+        let (start, end) = (span.start_offset as usize, span.end_offset as usize);
+        let edit = match token {
+            Token::Ident("generation") if opens => Some((start..end, "filter ft_generation")),
+            Token::Ident("endgeneration") if opens => Some((start..end, "endfilter")),
+            Token::TemplateData(_) if ends_with_raw(&source[..start]) => Some((start - 2..start - 2, "+")),
             _ => None,
         };
-        match replacement {
-            Some(r) => {
-                found = true;
-                let lines = "\n".repeat(inner.matches('\n').count());
-                out.push_str(&format!("{{%{left} {r} {lines}{right}%}}"));
-                rest = &tag[end + 2..];
-            }
-            None => {
-                out.push_str("{%");
-                rest = &tag[2..];
-            }
+        found |= opens && matches!(token, Token::Ident("generation"));
+        opens = matches!(token, Token::BlockStart);
+        if let Some((range, new)) = edit {
+            out.push_str(&source[from..range.start]);
+            out.push_str(new);
+            from = range.end;
         }
     }
-    out.push_str(rest);
-    (out, found)
+    (out + &source[from..], found)
+}
+
+/// Whether a source ends with the tag `{% raw %}`, without a sign for the white space behind the tag.
+fn ends_with_raw(source: &str) -> bool {
+    let tag = source.strip_suffix("%}").and_then(|s| s.trim_end().strip_suffix("raw"));
+    tag.is_some_and(|s| s.trim_end().trim_end_matches(['-', '+']).ends_with("{%"))
 }
 
 #[cfg(test)]

@@ -266,6 +266,61 @@ fn a_template_that_does_not_end_is_given_up() {
     assert!(told.iter().all(|t| *t == told[0]), "{told:?}");
 }
 
+/// Rows over budget cost no other row of a template that ends for short conversations.
+#[test]
+fn rows_over_budget_are_refused_alone() {
+    let source = "{% if messages|length > 2 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}\
+                  {% endfor %}{% endif %}{{ messages|length }}";
+    let template = Template::new("t.jinja", source, None).unwrap_or_else(|e| panic!("{e}"));
+    let of = |n: usize| {
+        let messages = vec![message("user", "a"); n];
+        template.render(&messages, &Value::from(()), false, &Variables::default()).map(|o| o.0).ok()
+    };
+    assert_eq!([3, 3, 3, 3, 2].map(of), [None, None, None, None, Some("2".to_string())]);
+}
+
+/// As in Jinja2, which reads them before anything else.
+#[test]
+fn newlines_of_other_systems_are_newlines() {
+    assert_eq!(render("a\r\nb{{ 'x\r\ny' }}\r{{ 1 }}\r\n").as_deref(), Ok("a\nbx\ny\n1"));
+}
+
+#[test]
+fn macros_call_themselves_down_to_deep_values() {
+    let source =
+        "{% macro show(v) %}{% for x in v %}<{{ show(x) }}>{% endfor %}{% endmacro %}{{ show(deep) }}";
+    let template = Template::new("t.jinja", source, None).unwrap_or_else(|e| panic!("{e}"));
+    let render = |levels: usize| {
+        let deep = (0..levels).fold(Value::from(Vec::<Value>::new()), |v, _| Value::from(vec![v]));
+        let variables: Variables = std::sync::Arc::new([("deep".to_string(), deep)].into_iter().collect());
+        template.render(&[], &Value::from(()), false, &variables).map(|o| o.0).map_err(|e| e.to_string())
+    };
+    for levels in [5, 60] {
+        assert_eq!(render(levels), Ok("<".repeat(levels) + &">".repeat(levels)));
+    }
+    assert!(render(150).is_err_and(|e| e.contains("recursion limit")));
+}
+
+/// In Jinja2 they have another meaning than in the engine; the hints are as in Jinja2.
+#[test]
+fn values_that_name_variables_of_their_own_tag_are_refused() {
+    for (source, why) in [
+        ("{% macro m(a, b=a) %}{{ b }}{% endmacro %}{{ m(1) }}", "set b = a if b is undefined else b"),
+        (
+            "{% macro m(a=b, b=1) %}{{ a }}{% endmacro %}{{ m() }}",
+            "the parameter \"a\" names the parameter \"b\"",
+        ),
+        ("{% macro m() %}{{ caller(1) }}{% endmacro %}{% call(x, y=[x]) m() %}{{ y }}{% endcall %}", "\"x\""),
+        ("{% with a = 2, b = a %}{{ b }}{% endwith %}", "reads \"a\", which the same tag sets"),
+        ("{% with (a, b) = (1, 2), c = b %}{{ c }}{% endwith %}", "reads \"b\""),
+    ] {
+        let told = render(source);
+        assert!(told.as_ref().is_err_and(|e| e.contains(why)), "{source}: {told:?}");
+    }
+    let outer = "{% set a = 1 %}{% with a = a + 1, b = 3 %}{{ a }}{{ b }}{% endwith %}{{ a }}";
+    assert_eq!(render(outer).as_deref(), Ok("231"));
+}
+
 /// Each expression of the table has Jinja2's text, or raises an error as it does.
 #[test]
 fn templates_write_what_jinja2_writes() {

@@ -1,16 +1,18 @@
 //! Keeps the engine from computing constants with its own rules (`-7 // 2`, `1e-7 ~ ''`): one literal of each such
-//! expression goes through a filter, which returns it unchanged.
+//! expression goes through a filter, which returns it unchanged. Also refuses constructs with another meaning in the
+//! engine than in Jinja2.
 
-use minijinja::machinery::ast::{CallArg, Expr, Stmt, UnaryOpKind};
+use minijinja::machinery::ast::{CallArg, Expr, Macro, Stmt, UnaryOpKind};
 use minijinja::machinery::{Span, Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 
 /// The source, with a filter behind a literal of each constant expression.
 ///
 /// # Errors
-/// Line and description of a call whose arguments stand in an order that Jinja2 refuses.
+/// Line and description of the first refused construct: a call whose arguments stand in an order that Jinja2 refuses,
+/// values of `with` and defaults of macros that name variables of the same tag.
 pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> Result<String, (usize, String)> {
-    let mut found = Literals { spans: Vec::new(), refused: None };
+    let mut found = Literals { spans: Vec::new(), names: Vec::new(), refused: None };
     found.statement(tree);
     if let Some(refused) = found.refused {
         return Err(refused);
@@ -31,18 +33,19 @@ pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> Result<String, (usize, 
     Ok(out + source.get(from..).unwrap_or_default())
 }
 
-/// Byte ranges of the literals to hide, and the first refused call.
-struct Literals {
+/// Byte ranges of the literals to hide, the variables read so far, and the first refused construct.
+struct Literals<'s> {
     spans: Vec<(usize, usize)>,
+    names: Vec<&'s str>,
     refused: Option<(usize, String)>,
 }
 
-impl Literals {
-    fn statements(&mut self, all: &[Stmt<'_>]) {
+impl<'s> Literals<'s> {
+    fn statements(&mut self, all: &[Stmt<'s>]) {
         all.iter().for_each(|s| self.statement(s));
     }
 
-    fn statement(&mut self, statement: &Stmt<'_>) {
+    fn statement(&mut self, statement: &Stmt<'s>) {
         match statement {
             Stmt::Template(t) => self.statements(&t.children),
             Stmt::EmitExpr(e) => self.expr(&e.expr),
@@ -58,7 +61,16 @@ impl Literals {
                 self.statements(&i.false_body);
             }
             Stmt::WithBlock(w) => {
-                w.assignments.iter().for_each(|(_, e)| self.expr(e));
+                let mut set: Vec<&str> = Vec::new();
+                for (target, value) in &w.assignments {
+                    self.expr_without(&set, value, |name| {
+                        format!(
+                            "a value in {{% with %}} reads {name:?}, which the same tag sets before: not supported\n  \
+                             hint: in Jinja2 it is the outer {name:?}; copy that in a {{% set %}} before the tag"
+                        )
+                    });
+                    set.extend(self.names_in(target));
+                }
                 self.statements(&w.body);
             }
             Stmt::Set(s) => self.expr(&s.expr),
@@ -72,28 +84,54 @@ impl Literals {
                 self.statements(&f.body);
             }
             Stmt::Block(b) => self.statements(&b.body),
-            Stmt::Macro(m) => {
-                m.defaults.iter().for_each(|e| self.expr(e));
-                self.statements(&m.body);
-            }
+            Stmt::Macro(m) => self.declaration(m),
             Stmt::CallBlock(c) => {
                 self.arguments(&c.call.args);
-                self.statements(&c.macro_decl.body);
+                self.declaration(&c.macro_decl);
             }
             Stmt::Do(d) => self.arguments(&d.call.args),
             _ => {}
         }
     }
 
-    fn option(&mut self, expr: &Option<Expr<'_>>) {
+    /// The engine computes defaults before it stores the parameters.
+    fn declaration(&mut self, m: &Macro<'s>) {
+        let parameters: Vec<&str> = m.args.iter().flat_map(|a| self.names_in(a)).collect();
+        for (own, default) in parameters.iter().rev().zip(m.defaults.iter().rev()) {
+            self.expr_without(&parameters, default, |name| {
+                format!(
+                    "the default of the parameter {own:?} names the parameter {name:?}: not supported\n  \
+                     hint: leave the default out, and begin the body with \
+                     {{% set {own} = {name} if {own} is undefined else {own} %}}"
+                )
+            });
+        }
+        self.statements(&m.body);
+    }
+
+    /// Visits an expression; refuses it if it reads one of `names`.
+    fn expr_without(&mut self, names: &[&str], expr: &Expr<'s>, why: impl Fn(&str) -> String) {
+        if let Some(name) = self.names_in(expr).iter().find(|name| names.contains(name)) {
+            self.refused.get_or_insert((expr.span().start_line as usize, why(name)));
+        }
+    }
+
+    /// Visits an expression; returns its variables.
+    fn names_in(&mut self, expr: &Expr<'s>) -> Vec<&'s str> {
+        let before = self.names.len();
+        self.expr(expr);
+        self.names.split_off(before)
+    }
+
+    fn option(&mut self, expr: &Option<Expr<'s>>) {
         expr.iter().for_each(|e| self.expr(e));
     }
 
-    fn exprs(&mut self, all: &[Expr<'_>]) {
+    fn exprs(&mut self, all: &[Expr<'s>]) {
         all.iter().for_each(|e| self.expr(e));
     }
 
-    fn arguments(&mut self, args: &[CallArg<'_>]) {
+    fn arguments(&mut self, args: &[CallArg<'s>]) {
         let (mut list, mut map) = (false, false);
         for arg in args {
             let (ordered, e) = match arg {
@@ -111,10 +149,11 @@ impl Literals {
         }
     }
 
-    fn expr(&mut self, expr: &Expr<'_>) {
+    fn expr(&mut self, expr: &Expr<'s>) {
         let before = self.spans.len();
         match expr {
-            Expr::Var(_) | Expr::Const(_) => {}
+            Expr::Var(v) => self.names.push(v.id),
+            Expr::Const(_) => {}
             Expr::Slice(s) => {
                 self.expr(&s.expr);
                 [&s.start, &s.stop, &s.step].into_iter().for_each(|e| self.option(e));
