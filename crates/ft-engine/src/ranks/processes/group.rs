@@ -16,8 +16,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Upper bound on values (4 bytes) that a rank sends to all peers, and receives, at once.
 pub const ROUND: usize = 512 * 1024;
-/// Bytes of a message in the first round of a collective; the rest goes in a second one.
+/// Bytes of a message in the first round of a collective.
 const INLINE: usize = 240;
+/// Bytes of a message in each later round. MPI counts them in 31 bits.
+const PIECE: usize = 4 * ROUND;
 
 /// A rank running as a process.
 pub struct Processes {
@@ -77,8 +79,11 @@ impl Processes {
             lens[*other] = words.next().unwrap_or_default() as usize;
             all[*other] = inline[..lens[*other].min(INLINE)].to_vec();
         }
-        if mine.len() > INLINE || lens.iter().any(|n| *n > INLINE) {
-            let round = Round::all_to_all(world, others, rest.to_vec(), |r| lens[r].saturating_sub(INLINE));
+        let longest = lens.iter().copied().fold(mine.len(), usize::max).saturating_sub(INLINE);
+        for first in (0..longest).step_by(PIECE) {
+            let piece = |len: usize| len.saturating_sub(INLINE + first).min(PIECE);
+            let own = rest.iter().skip(first).take(PIECE).copied().collect();
+            let round = Round::all_to_all(world, others.clone(), own, |r| piece(lens[r]));
             let back = self.round(round, timed)?;
             all.iter_mut().zip(&back.into).for_each(|(message, bytes)| message.extend(bytes));
         }
@@ -277,5 +282,43 @@ impl Drop for Processes {
             // Finalizing MPI would block until all ranks do the same.
             std::mem::forget(transport);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tcp;
+    use super::*;
+    use crate::ranks::comm::CollectiveId;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    /// Messages arrive whole, in as many rounds as the longest needs.
+    #[test]
+    fn messages_of_any_length_arrive() -> anyhow::Result<()> {
+        const AT: CollectiveId = CollectiveId::all("messages");
+        const LENS: [[usize; 2]; 4] =
+            [[0, 3], [INLINE, INLINE + 1], [2 * PIECE + 7, 5], [PIECE + INLINE, 3 * PIECE]];
+        let message =
+            |rank: usize, len: usize| -> Vec<u8> { (0..len).map(|i| (i % 251 + rank) as u8).collect() };
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let other = TcpStream::connect(listener.local_addr()?)?;
+        let lines = [vec![None, Some(listener.accept()?.0)], vec![Some(other), None]];
+        let ranks: Vec<_> = lines.into_iter().enumerate().collect();
+        std::thread::scope(|scope| {
+            let run = |(rank, lines): (usize, Vec<Option<TcpStream>>)| -> anyhow::Result<()> {
+                let monitor = Arc::new(Monitor::new((rank, 2), Duration::from_secs(600)));
+                let known = Arc::clone(&monitor);
+                let transport = tcp::start(lines, move |round| known.done(round), |_, _| ())?;
+                let group = Processes::new(monitor, transport);
+                for lens in LENS {
+                    let all = group.exchange((&[0, 1], AT), &message(rank, lens[rank]), false)?;
+                    anyhow::ensure!(all == [0, 1].map(|r| message(r, lens[r])), "{lens:?}");
+                }
+                Ok(())
+            };
+            let both: Vec<_> = ranks.into_iter().map(|of| scope.spawn(move || run(of))).collect();
+            both.into_iter().try_for_each(|rank| rank.join().expect("no panic"))
+        })
     }
 }
