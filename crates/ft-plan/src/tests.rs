@@ -106,8 +106,13 @@ fn matrices_are_decomposed_from_f32() -> anyhow::Result<()> {
     // with the buffer that weights are read by
     assert!((svd..svd + (9 << 20)).contains(&pissa), "{pissa}, not {svd}");
     let galore = ["optimizer.name=galore", "optimizer.galore_rank=128"];
-    let galore = beside("method = \"full\"", Phase::Step, &galore)?;
-    assert_eq!(galore, (4 * o * i) as u64 + decompose::bytes((o, i), 128));
+    let projecting = (4 * o * i) as u64 + decompose::bytes((o, i), 128);
+    assert_eq!(beside("method = \"full\"", Phase::Step, &galore)?, projecting);
+    // in the backward pass of each of two ranks, beside the sum of the gradients of a layer
+    let two = ["parallel.data=2", "parallel.zero=0", "run.batch_rows=2", "run.micro_rows=1", "run.clip=0"];
+    let two = [&galore[..], &two, &["optimizer.in_backward=true"]].concat();
+    let layer = (4 * 3 * o * i) as u64;
+    assert!(beside("method = \"full\"", Phase::Backward, &two)? >= layer + projecting);
     Ok(())
 }
 
@@ -118,6 +123,15 @@ fn saving_holds_the_largest_matrix_in_f32_and_rounded() -> anyhow::Result<()> {
     let [step, save] = [Phase::Step, Phase::Save].map(|phase| p.peak.phases[phase as usize]);
     let both = (4 + 2) * 151_936 * 4096;
     assert!((both..both + both / 100).contains(&(save - step)), "{step} {save}");
+    Ok(())
+}
+
+/// A or B of all experts of a layer is joined on the host before it is written.
+#[test]
+fn saving_holds_the_largest_tensor_of_all_experts() -> anyhow::Result<()> {
+    let p = plan("openai/gpt-oss-20b", &rule("[\"experts\"]", ""), &["lora.rank=4"], true)?;
+    let joined = p.space.host.iter().find(|(k, _)| *k == "reading_weights").map(|(_, b)| *b);
+    assert_eq!(joined, Some(4 * 32 * 4 * 2 * 2880));
     Ok(())
 }
 

@@ -1,4 +1,5 @@
-//! Loads a result from disk over the trained values, for a comparison.
+//! Loads a result from disk over the weights that layers compute with, for a comparison. Training can go on afterwards:
+//! a model's file has them rounded, and the master weights stay.
 
 use crate::train::job::Job;
 use candle_core::{DType, Device};
@@ -9,14 +10,14 @@ use ft_engine::load::layout;
 use ft_engine::params::Params;
 use std::path::Path;
 
-/// Loads a result from `dir` over the trained values.
+/// Loads a result from `dir` over the compute weights.
 pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
         let files = layout::open(&job.config, dir)?;
         for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
             let read = |r| Ok(files.part(&t.name, r, DType::F32, &Device::Cpu)?);
             let (first, values) = params.read_mine(i, read)?;
-            params.set_from(i, first, &values)?;
+            params.set_compute(i, first, &values)?;
         }
         return Ok(());
     }

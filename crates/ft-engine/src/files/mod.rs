@@ -16,7 +16,7 @@ pub use ft_base::store::Error;
 pub use gguf::{GgufValue, write_gguf};
 pub use mxfp4::{MXFP4_BLOCK, MXFP4_MAGNITUDES};
 pub use read::{FileHash, SplitTensor, TensorFiles, TensorInfo};
-pub use write::{SharedFile, write_file, write_sharded};
+pub use write::{SharedFile, write_each, write_file, write_sharded};
 
 /// Name, dtype and shape of a tensor to be written.
 pub type Entry = (String, candle_core::DType, Vec<usize>);

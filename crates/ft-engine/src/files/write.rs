@@ -26,8 +26,20 @@ pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, 
     let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
     let entries: Vec<Entry> =
         tensors.iter().map(|(name, t)| (name.clone(), t.dtype(), t.dims().to_vec())).collect();
-    let plan = Plan::new(outputs(path, &entries)?, metadata);
-    plan.write(path, |name| Ok::<_, Error>(by_name[name].clone()))?.commit()
+    write_each(path, &entries, metadata, |name| Ok(by_name[name].clone()))
+}
+
+/// As [`write_file`], with only one tensor in memory at a time: calls `get` once per entry in file order.
+///
+/// # Errors
+/// As [`write_file`]; [`Error::Announced`] for a tensor unlike its entry; errors of `get`.
+pub fn write_each<E: From<Error>>(
+    path: &Path,
+    entries: &[Entry],
+    metadata: &[(&str, &str)],
+    get: impl FnMut(&str) -> Result<Tensor, E>,
+) -> Result<(), E> {
+    Ok(Plan::new(outputs(path, entries)?, metadata).write(path, get)?.commit()?)
 }
 
 /// Writes a model as one safetensors file, or as shards with an index, named as in transformers:

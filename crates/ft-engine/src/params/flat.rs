@@ -48,12 +48,14 @@ pub struct FlatParam {
 }
 
 /// A buffer to allocate and its devices.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Placement<'a> {
     /// Unit of the walk, and kind.
     pub(super) of: (usize, FlatKind),
     /// Index among all buffers.
     pub(super) number: usize,
+    /// Elements with master weights.
+    pub(super) kept: Range<usize>,
     /// Whether layers use f32 master weights directly.
     pub(super) wide: bool,
     /// Compute dtype.
@@ -71,7 +73,7 @@ impl FlatParam {
         what: Allocate,
         projected: Vec<Projected>,
     ) -> Result<Self> {
-        let Placement { of: (unit, kind), number, wide, dtype, device, home } = place;
+        let Placement { of: (unit, kind), number, kept, wide, dtype, device, home } = place;
         let (len, shard) = (layout.len, what.split.shard(kind));
         let gathered = shard.is_split() || what.offload_weights;
         let compute = if gathered {
@@ -82,7 +84,6 @@ impl FlatParam {
         let states = shard.held(len, 1);
         let same = dtype == DType::F32 && what.offload == what.offload_weights;
         let replicated = !shard.is_split() && (same || shard.stage == 0 || wide);
-        let kept = layout.kept(what.rounding.is_some(), dtype, wide);
         let master = match (same, replicated) {
             (true, _) => compute.held.clone(),
             (_, true) => LocalShard::zeros(kept.clone(), home)?,

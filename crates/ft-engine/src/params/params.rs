@@ -75,8 +75,10 @@ impl Params {
         let of = (&tensors[..], device.is_cuda());
         let (slots, layouts) = layout(of, (units, what.split.flats(units)), projection, place);
         let wide = wide_units(slots.iter().map(|s| (s.flat, tensors[s.index].part)));
+        let dora = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
         let kept = layouts.iter().enumerate();
-        let kept = kept.map(|(i, l)| l.kept(what.rounding.is_some(), dtype, wide.contains(&i))).collect();
+        let kept = kept.map(|(i, l)| l.kept(what.rounding.is_some(), dtype, dora.contains(&(i % units))));
+        let kept: Vec<Range<usize>> = kept.collect();
         let home = if what.offload { &Device::Cpu } else { device };
         let flat = |(number, layout): (usize, FlatLayout)| {
             let Some(of) = what.split.held(number, units).filter(|_| layout.len > 0) else { return Ok(None) };
@@ -85,7 +87,8 @@ impl Params {
             let is_projected = |s: &&Slot| what.train && projection.takes_tensor(&tensors[s.index], units);
             let projected = own().filter(is_projected);
             let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
-            let place = Placement { of, number, wide, dtype, device, home };
+            let kept = kept[number].clone();
+            let place = Placement { of, number, kept, wide, dtype, device, home };
             FlatParam::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
         };
         let flats = layouts.into_iter().enumerate().map(flat).collect::<Result<_>>()?;
@@ -279,7 +282,7 @@ impl Params {
         self.set_from(index, 0, &self.pieces[index].of(value)?)
     }
 
-    /// Sets values of the piece of a tensor, from its element `first` on.
+    /// Sets values of the piece of a tensor, from its element `first` on, in master and compute weights.
     pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
         // CUDA rejects launches without elements.
         if value.elem_count() == 0 {
@@ -290,11 +293,18 @@ impl Params {
         // Converted on the device of `value`, nearly always the host.
         let values = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         flat.master.set(slot.offset + first, &values)?;
-        let dtype = flat.compute.whole.dtype();
-        if !flat.is_master() {
-            flat.compute.held.set(slot.offset + first, &values.to_dtype(dtype)?)?;
+        if flat.is_master() { Ok(()) } else { self.set_compute(index, first, &values) }
+    }
+
+    /// As [`Self::set_from`], in the compute weights alone.
+    pub fn set_compute(&self, index: usize, first: usize, value: &Real) -> Result<()> {
+        if value.elem_count() == 0 {
+            return Ok(());
         }
-        Ok(())
+        let slot = &self.slots[index];
+        let compute = &self.flat(slot)?.compute;
+        let values = value.to_dtype(compute.whole.dtype())?.contiguous()?.flatten_all()?;
+        compute.held.set(slot.offset + first, &values)
     }
 
     /// Device of a tensor's master weights; the best one to read values to.
@@ -331,5 +341,44 @@ impl Params {
     /// Lowest unit with a trained tensor.
     pub fn lowest_unit(&self) -> Option<usize> {
         self.tensors.iter().map(|t| t.unit).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapters::Part;
+    use crate::model::modules::CutAlong;
+    use crate::ranks::Mesh;
+
+    /// A layer with DoRA has master weights of all that trains in it, of pieces and experts too.
+    #[test]
+    fn layers_with_dora_keep_all_masters() -> anyhow::Result<()> {
+        let tensor = |unit, part, (expert, cut)| Trained {
+            name: format!("{unit} {part:?} {expert:?} {cut:?}"),
+            module: String::new(),
+            part,
+            shape: vec![64, 64],
+            unit,
+            expert,
+            cut,
+            lr_scale: 1.0,
+            matrix: true,
+            fused: None,
+        };
+        let all = [(None, CutAlong::Nothing), (Some(1), CutAlong::Nothing), (None, CutAlong::Columns)];
+        let full = [0, 1].into_iter().flat_map(|unit| all.map(|of| tensor(unit, Part::Weight, of)));
+        let tensors = std::iter::once(tensor(0, Part::Magnitude, all[0])).chain(full).collect();
+        let mesh = Mesh { data: 2, tensor: 2, expert: 2, ..Mesh::ONE };
+        let split = Split { mesh, rank: 3, experts: 2, ..Split::default() };
+        let what = Allocate { rounding: Some(1), split, ..Allocate::default() };
+        let p = Params::new(tensors, 2, DType::BF16, &Device::Cpu, what)?;
+        for (i, t) in p.tensors.iter().enumerate() {
+            let dtype = if t.unit == 0 { DType::F32 } else { DType::BF16 };
+            assert_eq!(p.stored(i)?, dtype, "{}", t.name);
+            let slot = &p.slots[i];
+            assert_eq!(p.flat(slot)?.keeps(&slot.range()), t.unit == 0, "{}", t.name);
+        }
+        Ok(())
     }
 }

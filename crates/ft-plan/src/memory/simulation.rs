@@ -390,8 +390,11 @@ impl<'a> Simulation<'a> {
         let states = self.run.states;
         let given = if at.live > 0 { states.summing(unit) } else { 0 };
         let parts = [at.parts[0], Some(&self.input)];
-        // with the temporaries of the unit's update, if it runs here
-        let extra = if states.updates && states.live_as == Component::Gradients { self.optimizer } else { 0 };
+        // the unit's update follows the sum, if it runs here
+        let (given, extra) = match states.updates && self.optimizer > given {
+            true => (0, self.optimizer),
+            false => (given, 0),
+        };
         Point { phase: Phase::Backward, unit, parts, live: at.live + given, flight, extra, ..*at }
     }
 

@@ -1,56 +1,63 @@
 //! Joins A and B of a layer's experts to PEFT's tensors of all experts: see [`Fused`].
 
-use super::format::PREFIX;
 use crate::adapters::{Fused, Part, Trained};
 use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeMap;
+use ft_kernels::to_host;
 
-/// Parts of one tensor of all experts.
-struct FusedTensor {
+/// One tensor of all experts, in parts.
+pub(super) struct FusedTensor {
     part: Part,
     experts: usize,
+    /// Output rows of an expert.
     rows: usize,
     /// Expert, first row and distance of rows, values.
     parts: Vec<(usize, usize, usize, Tensor)>,
 }
 
-/// Tensors of all experts, by name.
-#[derive(Default)]
-pub(super) struct FusedTensors(BTreeMap<String, FusedTensor>);
-
-impl FusedTensors {
-    /// Adds A or B of an expert's linear.
-    pub(super) fn add(&mut self, t: &Trained, place: &Fused, value: Tensor) {
-        let Some(slice) = &place.parameter.slice else { return };
-        let new =
-            || FusedTensor { part: t.part, experts: slice.experts, rows: slice.rows, parts: Vec::new() };
-        let tensor = self.0.entry(place.name(t.part)).or_insert_with(new);
-        tensor.parts.push((place.expert, slice.first, slice.step, value));
-    }
-
-    /// The tensors under their keys.
-    pub(super) fn tensors(self) -> candle_core::Result<Vec<(String, Tensor)>> {
-        self.0.into_iter().map(|(name, tensor)| Ok((format!("{PREFIX}{name}"), tensor.fused()?))).collect()
-    }
-}
-
 impl FusedTensor {
-    fn fused(mut self) -> candle_core::Result<Tensor> {
-        self.parts.sort_by_key(|(expert, first, ..)| (*expert, *first));
-        if self.part == Part::A {
-            let parts: Vec<&Tensor> = self.parts.iter().map(|(.., value)| value).collect();
-            return Tensor::cat(&parts, 0);
-        }
+    /// The tensor of A or B of an expert's linear, still without values.
+    pub(super) fn new(t: &Trained, place: &Fused) -> Self {
+        let slice = place.parameter.slice.as_ref();
+        let (experts, rows) = slice.map_or((1, 0), |s| (s.experts, s.rows));
+        Self { part: t.part, experts, rows, parts: Vec::new() }
+    }
+
+    /// Adds A or B of an expert's linear.
+    pub(super) fn add(&mut self, place: &Fused, value: Tensor) {
+        let (first, step) = place.parameter.slice.as_ref().map_or((0, 1), |s| (s.first, s.step));
+        self.parts.push((place.expert, first, step, value));
+    }
+
+    /// Dtype, and shape: A `[e r, i]`, B `[o, r e]`.
+    ///
+    /// # Errors
+    /// No expert.
+    pub(super) fn entry(&self) -> candle_core::Result<(DType, [usize; 2])> {
         let Some((.., one)) = self.parts.first() else { candle_core::bail!("an adapter of no experts") };
-        let (dtype, rank) = (one.dtype(), one.dim(1)?);
-        let width = rank * self.experts;
-        let mut all = vec![0f32; self.rows * width];
+        let (height, width) = one.dims2()?;
+        let shape = match self.part {
+            Part::A => [self.experts * height, width],
+            _ => [self.rows, width * self.experts],
+        };
+        Ok((one.dtype(), shape))
+    }
+
+    /// The joined values, on the host.
+    pub(super) fn joined(&self) -> candle_core::Result<Tensor> {
+        let (dtype, [height, width]) = self.entry()?;
+        let mut all = vec![0f32; height * width];
         for (expert, first, step, value) in &self.parts {
-            for (i, row) in value.to_dtype(DType::F32)?.to_vec2::<f32>()?.iter().enumerate() {
+            let (rows, cols) = value.dims2()?;
+            let values = to_host(value)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            if self.part == Part::A {
+                all[expert * rows * width..][..values.len()].copy_from_slice(&values);
+                continue;
+            }
+            for (i, row) in values.chunks(cols).enumerate() {
                 let to = &mut all[(first + i * step) * width..][..width];
                 row.iter().enumerate().for_each(|(r, x)| to[r * self.experts + expert] = *x);
             }
         }
-        Tensor::from_vec(all, (self.rows, width), &Device::Cpu)?.to_dtype(dtype)
+        Tensor::from_vec(all, (height, width), &Device::Cpu)?.to_dtype(dtype)
     }
 }

@@ -1,7 +1,7 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, current, metadata};
-use super::fused::FusedTensors;
+use super::fused::FusedTensor;
 use super::write::{DROPOUT, config_json};
 use crate::adapters::{Error, Selection, Trained};
 use crate::model::Decoder;
@@ -12,7 +12,7 @@ use ft_base::store;
 use ft_base::terminal::warn;
 use ft_recipe::Quantize;
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// Returns a trained tensor by index: f32, or 16 bits for weights trained without f32 master weights.
@@ -30,27 +30,25 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, e))?;
-    let (mut tensors, mut fused) = (Vec::new(), FusedTensors::default());
+    let (mut tensors, mut fused) = (Vec::new(), BTreeMap::new());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
         if let Some(place) = &t.fused {
-            fused.add(t, place, value);
+            let all = fused.entry(place.name(t.part)).or_insert_with(|| FusedTensor::new(t, place));
+            all.add(place, value);
             continue;
         }
         if selection.tied_in_full() && t.module == selection.name_of(Group::Embedding) {
             // PEFT stores a copy for both.
             let head = selection.name_of(Group::Head);
-            tensors.push((format!("{PREFIX}{head}.weight"), value.clone()));
+            tensors.push((format!("{PREFIX}{head}.weight"), Stored::Whole(value.clone())));
         }
-        tensors.push((format!("{PREFIX}{}", t.name), value));
+        tensors.push((format!("{PREFIX}{}", t.name), Stored::Whole(value)));
     }
-    tensors.extend(fused.tensors()?);
-    tensors.extend(neutral);
-    tensors.iter_mut().for_each(|(name, _)| *name = current(name).into_owned());
-    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    tensors.extend(fused.into_iter().map(|(name, all)| (format!("{PREFIX}{name}"), Stored::Fused(all))));
+    tensors.extend(neutral.into_iter().map(|(name, values)| (name, Stored::Whole(values))));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());
-    let metadata = metadata(quantize, labels.as_deref());
-    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata)?;
+    write_tensors(&dir.join("adapter_model.safetensors"), tensors, &metadata(quantize, labels.as_deref()))?;
     let json = config_json(selection, base, revision);
     if let Some(other) = other_dropout(selection, &json) {
         let written = &json[DROPOUT];
@@ -59,6 +57,36 @@ pub fn save(
         ));
     }
     Ok(store::write_json(&dir.join("adapter_config.json"), &json)?)
+}
+
+/// A tensor of the file; of all experts, in parts that are joined when it is written.
+enum Stored {
+    Whole(Tensor),
+    Fused(FusedTensor),
+}
+
+/// Writes tensors under the names of transformers 5.
+fn write_tensors(
+    path: &Path,
+    tensors: Vec<(String, Stored)>,
+    metadata: &[(&str, &str)],
+) -> ft_base::Result<()> {
+    let (mut entries, mut by_name) = (Vec::new(), BTreeMap::new());
+    for (name, stored) in tensors {
+        let name = current(&name).into_owned();
+        let (dtype, shape) = match &stored {
+            Stored::Whole(values) => (values.dtype(), values.dims().to_vec()),
+            Stored::Fused(all) => all.entry().map(|(dtype, shape)| (dtype, shape.to_vec()))?,
+        };
+        entries.push((name.clone(), dtype, shape));
+        by_name.insert(name, stored);
+    }
+    crate::files::write_each(path, &entries, metadata, |name| {
+        Ok(match &by_name[name] {
+            Stored::Whole(values) => values.clone(),
+            Stored::Fused(all) => all.joined()?,
+        })
+    })
 }
 
 /// A dropout of LoRA on linears other than the one in the config, if there is any. PEFT applies none to embeddings.

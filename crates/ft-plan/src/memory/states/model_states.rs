@@ -6,7 +6,7 @@ use super::shares::cut;
 use super::trained::TrainedBytes;
 use crate::memory::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
 use crate::memory::{Bytes, Component};
-use ft_engine::adapters::Selection;
+use ft_engine::adapters::{Part, Selection, TrainedPart};
 use ft_engine::model::Units;
 use ft_engine::model::modules::Group;
 use ft_engine::optim::{PIECE, STAGED};
@@ -265,12 +265,10 @@ impl ModelStates {
 
     /// Buffers for checkpoints, and for the result and its check; `count` values train.
     fn saving(&mut self, c: &Setup<'_>, count: u64) {
-        let largest = c
-            .selection
-            .parts()
-            .into_iter()
-            .filter(|t| c.ranks.has(t.module) || c.recipe.parallel.pipeline > 1);
-        let largest = largest.map(|t| t.elements() as u64).max().unwrap_or(0);
+        let mut parts = c.selection.parts();
+        parts.retain(|t| c.ranks.has(t.module) || c.recipe.parallel.pipeline > 1);
+        let largest = parts.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
+        let joined = 4 * parts.iter().filter_map(of_all_experts).max().unwrap_or(0);
         let whole_model = c.selection.everything_full();
         let lacks = c.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base);
         // one tensor at a time: read back, then rounded on the host
@@ -279,6 +277,8 @@ impl ModelStates {
             (_, true) => 8 * largest,
             (false, false) => 4 * largest,
         };
+        // on the host, beside values that are not views of the weights
+        let [joined, joined_on_host] = if c.machine.cuda { [0, joined] } else { [joined, 0] };
         let in_place = (c.machine.computes_in_f32() || c.machine.cuda) && !c.states_on_host();
         let rounded = if in_place { 0 } else { c.width() * largest };
         // a model is stored in the compute dtype, an adapter in f32; rounding starts after the whole
@@ -293,14 +293,14 @@ impl ModelStates {
         // read into host memory
         let [here, there] = if c.machine.cuda { [0, values] } else { [values, 0] };
         // an adapter of doubled LoRA rank is built completely before writing
-        let here = if lacks && !whole_model { here.max(8 * count + read) } else { here };
+        let here = if lacks && !whole_model { here.max(8 * count + read) } else { here } + joined;
         let logits = CHECKED_ROWS * vocab(c.selection);
         self.save_transient =
             ((value + rounded.max(read)).max(here) + 4 * logits).max(CHECKED_LOGIT * logits);
         let offload = c.offloads(Offload::Optimizer);
         let written = if c.machine.cuda && !offload { 4 * largest } else { WRITER };
         self.host.push(("checkpoint_writer", written));
-        let read_back = if c.states_on_host() { there.max(4 * largest) } else { there };
+        let read_back = if c.states_on_host() { there.max(4 * largest) } else { there } + joined_on_host;
         if read_back > 0 {
             self.host.push(("reading_weights", read_back));
         }
@@ -354,6 +354,18 @@ impl ModelStates {
     pub fn gathered(&self, units: impl IntoIterator<Item = usize>) -> u64 {
         units.into_iter().filter_map(|u| self.flight.get(u)).sum()
     }
+}
+
+/// Values of the tensor of all experts in an adapter's file that A or B of an expert's linear is joined to, if there is
+/// one.
+fn of_all_experts(t: &TrainedPart<'_>) -> Option<u64> {
+    let slice = t.module.slice()?;
+    let values = match (t.part, t.shape()) {
+        (Part::A, _) => slice.experts * t.elements(),
+        (Part::B, &[_, rank]) => slice.experts * slice.rows * rank,
+        _ => return None,
+    };
+    Some(values as u64)
 }
 
 /// Buffers of the threads that read and convert files in pieces, on the CPU.
