@@ -139,6 +139,18 @@ fn adapter(dir: &Path, c: &Config, extra: Value, more: &[&str]) -> Result<Adapte
     Ok(Adapter::open(dir)?)
 }
 
+/// The adapter with other names and values of its tensors.
+fn rewritten(held: &Adapter, change: impl Fn(&str, Tensor) -> Result<(String, Tensor)>) -> Result<Adapter> {
+    let path = held.dir.join("adapter_model.safetensors");
+    let files = TensorFiles::open_file(&path)?;
+    let mut tensors = Vec::new();
+    for name in files.names() {
+        tensors.push(change(name, files.tensor(name, DType::F32, &Device::Cpu)?)?);
+    }
+    write_file(&path, &tensors, &[])?;
+    Ok(Adapter::open(&held.dir)?)
+}
+
 /// A and B are of the scale that they trained with.
 #[test]
 fn another_scale_than_the_adapters_is_refused() -> Result<()> {
@@ -193,6 +205,93 @@ fn vision(tied: bool) -> Result<Config> {
     Ok(c)
 }
 
+/// PEFT's suffixes choose linears of a tower too, whose B stays zero in training on text.
+#[test]
+fn lora_on_a_tower_loads_with_a_b_of_zeros_alone() -> Result<()> {
+    let (c, dir) = (vision(true)?, tempfile::tempdir()?);
+    let halves = ["lora_A.weight", "lora_B.weight"]
+        .map(|half| format!("model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.{half}"));
+    let held = adapter(dir.path(), &c, json!({}), &[&halves[0], &halves[1]])?;
+    let s = held.selection(&c)?;
+    for (half, fits) in [(&halves[0], true), (&halves[1], false)] {
+        let held = rewritten(&held, |name: &str, t: Tensor| {
+            Ok((name.to_string(), if name.ends_with(half.as_str()) { t.ones_like()? } else { t }))
+        })?;
+        let e = held.check_against(&s, &s.trained()).err().map(|e| e.to_string());
+        let said = |e: &String| e.contains("vision_tower") && e.contains("hint: ft computes the text model");
+        assert!(if fits { e.is_none() } else { e.as_ref().is_some_and(said) }, "{half}: {e:?}");
+    }
+    Ok(())
+}
+
+/// The text model of a vision checkpoint is a class of its own as well, with names of its own.
+#[test]
+fn adapters_of_the_text_model_alone_fit_a_vision_checkpoint() -> Result<()> {
+    for body in ["language_model.model", "model.language_model"] {
+        let (mut c, dir) = (vision(true)?, tempfile::tempdir()?);
+        c.body = body;
+        let extra = json!({
+            "target_modules": ["q_proj", "model.layers.1.self_attn.v_proj"],
+            "exclude_modules": ["model.layers.0.self_attn.q_proj"], "modules_to_save": ["model.norm"],
+            "alpha_pattern": {r"^model\.layers\.1\.self_attn\.v_proj": 32},
+        });
+        let held = adapter(dir.path(), &c, extra, &[])?;
+        let held = rewritten(&held, |name: &str, t: Tensor| Ok((name.replace(body, "model"), t)))?;
+        let s = held.selection(&c)?;
+        held.check_against(&s, &s.trained())?;
+        assert_eq!(names(&s).len(), 2 + 2 + 1, "{body}: {:?}", names(&s));
+        match s.choice(&format!("{body}.layers.1.self_attn.v_proj")) {
+            Choice::Lora { spec, .. } => assert_eq!(spec.alpha, 32.0, "{body}"),
+            other => panic!("{body}: {other:?}"),
+        }
+    }
+    Ok(())
+}
+
+/// PEFT before transformers 5 wrote the names of the release.
+#[test]
+fn patterns_apply_under_the_names_of_a_release() -> Result<()> {
+    let name = "language_model.model.layers.0.self_attn.q_proj";
+    let s = Selection::from_peft(&vision(true)?, &peft(json!({"alpha_pattern": {name: 32}}))?)?;
+    match s.choice(name) {
+        Choice::Lora { spec, .. } => assert_eq!(spec.alpha, 32.0),
+        other => panic!("{other:?}"),
+    }
+    Ok(())
+}
+
+/// The names of its outputs take memory, and zero columns take no bytes in a file.
+#[test]
+fn a_score_head_of_another_shape_than_a_matrix_is_refused() -> Result<()> {
+    let (c, dir) = (config(json!({}))?, tempfile::tempdir()?);
+    adapter(dir.path(), &c, json!({}), &[])?;
+    for shape in ["[1099511627776,0]", "[0,32]", "[0]"] {
+        let info = format!(r#"{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}"#);
+        let header = format!(r#"{{"base_model.model.score.weight":{info}}}"#);
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(dir.path().join("adapter_model.safetensors"), bytes)?;
+        let e = Adapter::open(dir.path())?.config_of(c.clone()).err().context("refused")?.to_string();
+        assert!(e.contains("score.weight") && e.contains("a matrix of 1 to 65536 rows"), "{e}");
+    }
+    Ok(())
+}
+
+/// PEFT trains a copy of each.
+#[test]
+fn a_saved_head_unlike_its_tied_embedding_needs_a_merge() -> Result<()> {
+    let (c, dir) = (config(json!({"tie_word_embeddings": true}))?, tempfile::tempdir()?);
+    let extra = json!({"modules_to_save": ["embed_tokens", "lm_head"]});
+    let held = adapter(dir.path(), &c, extra, &["lm_head.weight"])?;
+    let s = held.selection(&c)?;
+    held.check_against(&s, &s.trained())?;
+    let held = rewritten(&held, |name: &str, t: Tensor| {
+        Ok((name.to_string(), if name.contains("lm_head") { t.ones_like()? } else { t }))
+    })?;
+    let e = held.check_against(&s, &s.trained()).err().context("refused")?.to_string();
+    assert!(e.contains("lm_head.weight is not the embedding") && e.contains("hint: merge it"), "{e}");
+    Ok(())
+}
+
 /// PEFT matches suffixes, and the layers of a tower have norms of the same names.
 #[test]
 fn saved_modules_of_a_vision_checkpoint_have_full_names() -> Result<()> {
@@ -216,10 +315,14 @@ fn saved_modules_of_a_vision_checkpoint_have_full_names() -> Result<()> {
 #[test]
 fn frozen_tensors_are_found_in_a_released_vision_checkpoint() -> Result<()> {
     let (embedding, head) = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight");
-    for (tied, names) in [(true, &[embedding][..]), (false, &[embedding, head])] {
+    let nested = "model.language_model.embed_tokens.base_layer.weight";
+    for (tied, names, own) in [
+        (true, &[embedding][..], nested),
+        (false, &[embedding, head], nested),
+        (true, &[embedding], "model.embed_tokens.base_layer.weight"),
+    ] {
         let (c, dir) = (vision(tied)?, tempfile::tempdir()?);
-        let more = ["lm_head.base_layer.weight", "model.language_model.embed_tokens.base_layer.weight"];
-        let held = adapter(dir.path(), &c, json!({}), &more)?;
+        let held = adapter(dir.path(), &c, json!({}), &["lm_head.base_layer.weight", own])?;
         let check = |value: f32| -> Result<()> {
             let t = Tensor::full(value, (c.vocab, c.hidden), &Device::Cpu)?;
             let path = dir.path().join("model.safetensors");
@@ -309,15 +412,20 @@ fn selection_keys_of_peft_choose_its_modules() -> Result<()> {
     assert_eq!(count(json!({}))?, 8);
     assert_eq!(count(json!({"layers_to_transform": [0, 3]}))?, 4);
     assert_eq!(count(json!({"layers_to_transform": 1, "layers_pattern": "layers"}))?, 2);
+    assert_eq!(count(json!({"layers_to_transform": 1, "layers_pattern": "model.layers"}))?, 2);
     assert_eq!(count(json!({"layers_to_transform": 1, "layers_pattern": "blocks"}))?, 0);
     assert_eq!(count(json!({"exclude_modules": ["v_proj"]}))?, 4);
     assert_eq!(count(json!({"exclude_modules": r".*\.0\..*"}))?, 6);
     assert_eq!(count(json!({"target_modules": r".*layers\.2\.self_attn\.(q|k)_proj"}))?, 2);
+    // Look-around, as in ms-swift's adapters of vision checkpoints.
+    assert_eq!(count(json!({"target_modules": r"^(model(?=\.).*\.(q_proj|v_proj))$"}))?, 8);
+    assert_eq!(count(json!({"exclude_modules": r".*(?<!\.0\.self_attn)\.q_proj"}))?, 5);
     assert_eq!(count(json!({"target_modules": "all-linear"}))?, 4 * 7);
     let s = Selection::from_peft(
         &c,
         &peft(
-            json!({"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"^model.layers.2.self_attn.v_proj": 32}}),
+            json!({"rank_pattern": {"layers.1.self_attn.q_proj": 2, r"layers\.3\.self_attn\.(?!v)\w+": 3},
+                   "alpha_pattern": {"^model.layers.2.self_attn.v_proj": 32}}),
         )?,
     )?;
     let spec = |n: &str| match s.choice(n) {
@@ -327,6 +435,37 @@ fn selection_keys_of_peft_choose_its_modules() -> Result<()> {
     assert_eq!(spec("model.layers.1.self_attn.q_proj"), (2, 8.0));
     assert_eq!(spec("model.layers.0.self_attn.q_proj"), (4, 8.0));
     assert_eq!(spec("model.layers.2.self_attn.v_proj"), (4, 32.0));
+    assert_eq!(spec("model.layers.3.self_attn.q_proj"), (3, 8.0));
+    assert_eq!(spec("model.layers.3.self_attn.v_proj"), (4, 8.0));
+    Ok(())
+}
+
+/// A name of an expert has two numbers.
+#[test]
+fn layers_to_transform_are_layers_in_experts_too() -> Result<()> {
+    let moe = config(
+        json!({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    )?;
+    let extra = json!({"target_modules": ["gate_proj"], "layers_to_transform": [1]});
+    let names = names(&Selection::from_peft(&moe, &peft(extra)?)?);
+    assert_eq!(names.len(), 6 * 2);
+    assert!(names.iter().all(|name| name.starts_with("model.layers.1.")), "{names:?}");
+    Ok(())
+}
+
+/// Look-around is matched by backtracking, with a bound.
+#[test]
+fn expressions_that_backtrack_too_often_are_refused_by_name() -> Result<()> {
+    let (c, slow) = (config(json!({}))?, "(?=m)(?:.+)+!");
+    for (key, value) in [
+        ("target_modules", json!(slow)),
+        ("exclude_modules", json!(slow)),
+        ("rank_pattern", json!({ slow: 2 })),
+        ("alpha_pattern", json!({ slow: 2 })),
+    ] {
+        let e = Selection::from_peft(&c, &peft(json!({ key: value }))?).err().context("refused")?.to_string();
+        assert!(e.contains(&format!("{key}: ")) && e.contains("backtracking"), "{e}");
+    }
     Ok(())
 }
 
@@ -343,6 +482,7 @@ fn peft_keys_without_effect_on_numbers_are_accepted() -> Result<()> {
                "revision": null, "runtime_config": {"ephemeral_gpu_offload": true}, "task_type": "SEQ_CLS",
                "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0}, "corda_config": {}, "lora_ga_config": {},
                "ensure_weight_tying": true, "rank_pattern": null, "alpha_pattern": {}, "layers_pattern": ""}),
+        json!({"fan_in_fan_out": true}),
         json!({"init_lora_weights": false}),
         json!({"init_lora_weights": null}),
         json!({"init_lora_weights": "gaussian"}),
@@ -404,7 +544,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
         ("peft_type", json!(["LOHA", "lora", null, 3])),
         ("task_type", json!(["causal", 1, true])),
         ("bias", json!(["all", "lora_only", "NONE", false, 0])),
-        ("fan_in_fan_out", json!([true, "false", 0])),
+        ("fan_in_fan_out", json!(["false", 0])),
         ("lora_bias", json!([true, 1])),
         ("layer_replication", json!([[[0, 4]], "x", false])),
         ("target_parameters", json!([[1], "x"])),
@@ -461,12 +601,12 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
         (
             "rank_pattern",
             json!([[], "x", {"q_proj": 0}, {"q_proj": -1}, {"q_proj": 4.0}, {"q_proj": 70000},
-            {"none_such": "4"}, {"(?=x)": 4}]),
+            {"none_such": "4"}, {"(?=x": 4}]),
         ),
         ("r", json!([0, -1, 4.0, 4.5, "4", null, true, 1e6, 70000, 99999999999999999999u128.to_string()])),
         ("lora_alpha", json!(["8", null, true, 0, 1e300, -1e300, 1e-300])),
         ("lora_dropout", json!([1, 1.0, 2, -1, -0.1, "0.1", null, true])),
-        ("target_modules", json!([null, 3, [3], {}, ["q_proj", null], "(", "q_proj(?!x)"])),
+        ("target_modules", json!([null, 3, [3], {}, ["q_proj", null], "(", "q_proj(?!x"])),
         ("exclude_modules", json!([3, [3], {}, "("])),
         ("layers_to_transform", json!([-1, [-1], [0, -1], "0", ["0"], 1.5, [1.0], [true], {}])),
         ("layers_pattern", json!(["layers", ["layers"], 3, [3]])),
@@ -501,7 +641,8 @@ fn the_first_matching_pattern_wins() -> Result<()> {
         (json!({r"^model\.layers\.2\.self_attn\.q_proj": 3, "layers.1.self_attn.q_proj": 5}), 5),
         (json!({"proj": 2, "_proj": 3}), 4),
     ] {
-        assert_eq!(peft(json!({"rank_pattern": patterns}))?.spec(name).rank, want, "{patterns}");
+        let spec = peft(json!({"rank_pattern": patterns}))?.spec(&[name.into()])?;
+        assert_eq!(spec.rank, want, "{patterns}");
     }
     Ok(())
 }

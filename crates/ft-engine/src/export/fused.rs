@@ -227,6 +227,10 @@ impl<'a> Export<'a> {
                     "rows of tokens trained, which vLLM does not load from an adapter (trainable_token_indices)\n  \
                      hint: ft merge"
                 }
+                Choice::Lora { .. } if m.parameter.is_some() => {
+                    "its adapter is of a parameter, which the export to vLLM cannot write (target_parameters)\n  \
+                     hint: ft merge"
+                }
                 Choice::Freeze | Choice::Lora { .. } => continue,
             };
             return Err(self.refuse(m, why));
@@ -405,6 +409,41 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
 mod tests {
     use super::*;
     use crate::adapters::Trained;
+    use crate::model::tiny_qwen3_5_moe;
+
+    /// Writes an adapter of ones with this config into `dir`.
+    fn ones(config: &Config, peft: &Value, dir: &Path) -> Adapter {
+        std::fs::create_dir(dir).expect("a folder");
+        std::fs::write(dir.join("adapter_config.json"), peft.to_string()).expect("written");
+        let selection = PeftConfig::load(dir).and_then(|peft| Selection::from_peft(config, &peft));
+        let values = |t: &Trained| {
+            let value = Tensor::ones(t.shape.as_slice(), DType::F32, &Device::Cpu).expect("values");
+            (format!("{PREFIX}{}", t.name), value)
+        };
+        let tensors: Vec<_> = selection.expect("a selection").trained().iter().map(values).collect();
+        crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &[]).expect("written");
+        Adapter::open(dir).expect("an adapter")
+    }
+
+    /// vLLM has no names for the linears of a parameter.
+    #[test]
+    fn parameters_have_no_place_in_an_export_to_vllm() {
+        let (config, dir) = (tiny_qwen3_5_moe(), tempfile::tempdir().expect("a folder"));
+        let refused = |parameters: Value, name: &str| {
+            let peft = json!({
+                "peft_type": "LORA", "r": 2, "target_modules": ["o_proj"], "target_parameters": parameters,
+            });
+            let adapter = ones(&config, &peft, &dir.path().join(name));
+            let selection = Selection::from_peft(&config, &adapter.config).expect("a selection");
+            let export = Export::new(&config, &adapter, &selection).expect("an export");
+            export.write(Target::Vllm, &dir.path().join("out")).err().map(|e| e.to_string())
+        };
+        assert_eq!(refused(json!([]), "linears"), None);
+        for (name, parameter) in [("experts", "mlp.experts.down_proj"), ("router", "mlp.gate.weight")] {
+            let e = refused(json!([parameter]), name).expect("an error");
+            assert!(e.contains("target_parameters") && e.contains("hint: ft merge"), "{name}: {e}");
+        }
+    }
 
     /// PEFT loads embedding and head of a tied model from a tensor each.
     #[test]
@@ -419,22 +458,11 @@ mod tests {
             "peft_type": "LORA", "r": 2, "target_modules": ["up_proj"], "modules_to_save": ["embed_tokens", "lm_head"],
         });
         let dir = tempfile::tempdir().expect("a folder");
-        let (adapter, out) = (dir.path().join("a"), dir.path().join("b"));
-        std::fs::create_dir(&adapter).expect("a folder");
-        std::fs::write(adapter.join("adapter_config.json"), peft.to_string()).expect("written");
-        let selection = PeftConfig::load(&adapter).and_then(|peft| Selection::from_peft(&config, &peft));
-        let selection = selection.expect("a selection");
-        let values = |t: &Trained| {
-            let value = Tensor::ones(t.shape.as_slice(), DType::F32, &Device::Cpu).expect("values");
-            (format!("{PREFIX}{}", t.name), value)
-        };
-        let tensors: Vec<_> = selection.trained().iter().map(values).collect();
-        let file = "adapter_model.safetensors";
-        crate::files::write_file(&adapter.join(file), &tensors, &[]).expect("written");
-        let adapter = Adapter::open(&adapter).expect("an adapter");
+        let (adapter, out) = (ones(&config, &peft, &dir.path().join("a")), dir.path().join("b"));
+        let selection = Selection::from_peft(&config, &adapter.config).expect("a selection");
         let export = Export::new(&config, &adapter, &selection).expect("an export");
         export.write(Target::PeftFused, &out).expect("written");
-        let written = TensorFiles::open_file(&out.join(file)).expect("tensors");
+        let written = TensorFiles::open_file(&out.join("adapter_model.safetensors")).expect("tensors");
         for name in ["lm_head", "model.embed_tokens"] {
             assert!(written.info(&format!("{PREFIX}{name}.weight")).is_some(), "{name}");
         }

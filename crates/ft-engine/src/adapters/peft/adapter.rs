@@ -1,13 +1,14 @@
 //! Reads adapter folders in PEFT's format.
 
-use super::config::PeftConfig;
-use super::format::{BASE_QUANTIZE, LABELS, PREFIX, current, scale};
+use super::config::{MERGE, PeftConfig};
+use super::format::{BASE_QUANTIZE, LABELS, PREFIX, alone, current, scale};
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
-use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, SCORE};
+use crate::model::{Config, TOWERS};
 use candle_core::{DType, Device, Tensor};
-use ft_recipe::{Quantize, numbered};
+use ft_recipe::{MAX_LABELS, Quantize, numbered};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -48,21 +49,29 @@ impl Tensors {
         }
     }
 
+    /// Name of a tensor that is held: the key itself, or as transformers 5 or the text model alone has it.
+    fn name_of<'a>(&self, key: &'a str) -> Option<Cow<'a, str>> {
+        let holds = |name: &str| match self {
+            Tensors::File(f) => f.info(name).is_some(),
+            Tensors::Memory(m) => m.contains_key(name),
+        };
+        [Cow::Borrowed(key), current(key), alone(key)].into_iter().find(|name| holds(name))
+    }
+
     fn shape(&self, key: &str) -> Option<&[usize]> {
+        let name = self.name_of(key)?;
         match self {
-            Tensors::File(f) => f.info(key).or_else(|| f.info(&current(key))).map(|i| i.shape.as_slice()),
-            Tensors::Memory(m) => m.get(key).map(|t| t.dims()),
+            Tensors::File(f) => f.info(&name).map(|i| i.shape.as_slice()),
+            Tensors::Memory(m) => m.get(&*name).map(|t| t.dims()),
         }
     }
 
     /// Reads a tensor as f32 on the CPU.
     fn tensor(&self, key: &str) -> ft_base::Result<Tensor> {
+        let name = self.name_of(key).unwrap_or(Cow::Borrowed(key));
         match self {
-            Tensors::File(f) => {
-                let name = if f.info(key).is_some() { key.into() } else { current(key) };
-                Ok(f.tensor(&name, DType::F32, &Device::Cpu)?)
-            }
-            Tensors::Memory(m) => match m.get(key) {
+            Tensors::File(f) => Ok(f.tensor(&name, DType::F32, &Device::Cpu)?),
+            Tensors::Memory(m) => match m.get(&*name) {
                 Some(t) => Ok(t.to_dtype(DType::F32)?),
                 None => Err(candle_core::Error::Msg(format!("{key} is not held")).into()),
             },
@@ -73,8 +82,9 @@ impl Tensors {
 impl Adapter {
     /// Opens `adapter_config.json` and `adapter_model.safetensors` in a folder.
     pub fn open(dir: &Path) -> ft_base::Result<Self> {
-        let config = PeftConfig::load(dir)?;
+        let mut config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
+        config.alone = Some(!files.names().any(|name| name.contains("language_model")));
         Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files), fused: Mutex::default() })
     }
 
@@ -102,24 +112,36 @@ impl Adapter {
 
     /// Names of the outputs of the score head that the adapter holds, if any; transformers' default names for adapters
     /// of other programs.
-    pub fn scores(&self) -> Option<Vec<String>> {
-        let keys = ["weight", "modules_to_save.weight"].map(|last| format!("{PREFIX}{SCORE}.{last}"));
-        let outputs = *keys.iter().find_map(|key| self.tensors.shape(key))?.first()?;
+    ///
+    /// # Errors
+    /// A tensor of another shape than a head's.
+    pub fn scores(&self) -> Result<Option<Vec<String>>, Error> {
+        let Some(key) = self.whole(SCORE) else { return Ok(None) };
+        let outputs = match self.tensors.shape(&key) {
+            Some(&[outputs, _]) if (1..=MAX_LABELS).contains(&outputs) => outputs,
+            shape => {
+                let shape = shape.unwrap_or_default();
+                return Err(
+                    self.fail(format!("{key}: {shape:?}; a matrix of 1 to {MAX_LABELS} rows is wanted"))
+                );
+            }
+        };
         let named = match &self.tensors {
             Tensors::File(files) => {
                 files.metadata().get(LABELS).and_then(|list| serde_json::from_str(list).ok())
             }
             Tensors::Memory(_) => None,
         };
-        Some(named.filter(|names: &Vec<String>| names.len() == outputs).unwrap_or_else(|| numbered(outputs)))
+        let named = named.filter(|names: &Vec<String>| names.len() == outputs);
+        Ok(Some(named.unwrap_or_else(|| numbered(outputs))))
     }
 
     /// The config of a base with this adapter: with the adapter's score head, if it holds one.
     ///
     /// # Errors
-    /// Another number of outputs than the base's score head.
+    /// Another number of outputs than the base's score head, or as [`Adapter::scores`].
     pub fn config_of(&self, base: Config) -> Result<Config, Error> {
-        match (self.scores(), &base.scores) {
+        match (self.scores()?, &base.scores) {
             (Some(own), Some(there)) if own.len() != there.len() => Err(self.fail(format!(
                 "{SCORE}: {} outputs in the adapter, {} in the base",
                 own.len(),
@@ -293,19 +315,7 @@ impl Adapter {
             self.check_tied(selection, trained)?;
             known.insert(format!("{PREFIX}{}.weight", selection.name_of(Group::Head)));
         }
-        let known: HashSet<String> = known.into_iter().flat_map(|n| [current(&n).into_owned(), n]).collect();
-        let mut extra: Vec<&str> =
-            self.tensors.names().filter(|n| !known.contains(*n) && !is_frozen(n)).collect();
-        extra.sort_unstable();
-        if let Some(first) = extra.first() {
-            return Err(self
-                .fail(format!(
-                    "{first}: {} in the adapter that nothing trains\n  hint: add a [[train]] rule that chooses \
-                     it, or take it out of the adapter",
-                    if extra.len() == 1 { "a tensor".to_string() } else { format!("{} tensors", extra.len()) }
-                ))
-                .into());
-        }
+        self.check_extra(&known.iter().filter_map(|key| self.tensors.name_of(key)).collect())?;
         let mut halves: BTreeMap<&str, [bool; 2]> = BTreeMap::new();
         let shares = |t: &Trained| {
             t.fused.as_ref().and_then(|f| f.parameter.slice.as_ref()).is_some_and(|s| s.a_of.is_some())
@@ -317,6 +327,38 @@ impl Adapter {
             return Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into());
         }
         self.check_scales(selection, trained)
+    }
+
+    /// Refuses tensors that nothing trains, except frozen weights of the base and LoRA without effect on a tower.
+    fn check_extra(&self, known: &HashSet<Cow<'_, str>>) -> ft_base::Result<()> {
+        let mut extra = Vec::new();
+        for name in self.tensors.names().filter(|n| !known.contains(*n) && !is_frozen(n)) {
+            if !self.is_idle(name)? {
+                extra.push(name);
+            }
+        }
+        extra.sort_unstable();
+        let Some(first) = extra.first() else { return Ok(()) };
+        let count =
+            if extra.len() == 1 { "a tensor".to_string() } else { format!("{} tensors", extra.len()) };
+        let hint = if is_of_tower(first) {
+            format!("ft computes the text model alone: {MERGE}")
+        } else {
+            "add a [[train]] rule that chooses it, or take it out of the adapter".into()
+        };
+        Err(self.fail(format!("{first}: {count} in the adapter that nothing trains\n  hint: {hint}")).into())
+    }
+
+    /// Whether a tensor is of LoRA on a tower with a B of zeros, as after training on text alone.
+    fn is_idle(&self, name: &str) -> ft_base::Result<bool> {
+        let Some((module, _)) = name.split_once(".lora_").filter(|_| is_of_tower(name)) else {
+            return Ok(false);
+        };
+        let b = format!("{module}.lora_B.weight");
+        if self.tensors.shape(&b).is_none() {
+            return Ok(false);
+        }
+        Ok(self.tensors.tensor(&b)?.flatten_all()?.to_vec1::<f32>()?.iter().all(|x| *x == 0.0))
     }
 
     /// The scales of a file's LoRA must be those of the selection: another one would rescale the updates.
@@ -332,7 +374,7 @@ impl Adapter {
             }
         }
         for (m, own) in selection.loras().filter(|(m, _)| held.contains(m.name.as_str())) {
-            let theirs = self.config.spec_of(m);
+            let theirs = self.config.spec_of(m)?;
             let scales = [scale(own), scale(&theirs)];
             if (scales[0] - scales[1]).abs() > SCALE * scales[1].abs() {
                 let why = format!(
@@ -350,7 +392,9 @@ impl Adapter {
     fn check_tokens(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         for t in trained.iter().filter(|t| t.part == Part::Rows) {
             let ours = selection.tokens.of(&t.module);
-            let held = self.config.tokens().iter().find(|(m, _)| t.module.ends_with(m.as_str()));
+            let names = self.config.spellings(&t.module);
+            let is = |m: &str| names.iter().any(|name| name.ends_with(m));
+            let held = self.config.tokens().iter().find(|(m, _)| is(m));
             let same = held.is_none_or(|(_, ids)| *ids == ours || ours.is_empty());
             if self.find(t)?.is_some() && !same {
                 let why = format!(
@@ -372,8 +416,7 @@ impl Adapter {
             None => Ok(()),
             Some(key) => Err(self.fail(format!(
                 "{key} without embed_tokens, but the model's head and embedding are one tensor \
-                 (tie_word_embeddings): PEFT trains a copy and leaves the embedding as it was\n  hint: merge it with \
-                 PEFT (merge_and_unload), and name the merged model in model.source"
+                 (tie_word_embeddings): PEFT trains a copy and leaves the embedding as it was\n  hint: {MERGE}"
             ))),
         }
     }
@@ -405,22 +448,25 @@ impl Adapter {
         if same {
             return Ok(());
         }
-        let why = format!("{head} is not the embedding, but the model's head and embedding are one tensor");
+        let why = format!(
+            "{head} is not the embedding, but the model's head and embedding are one tensor (tie_word_embeddings)\n  \
+             hint: {MERGE}"
+        );
         Err(self.fail(why).into())
     }
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base. The names of
-    /// either may be those of transformers 5 or those of a release.
+    /// either may be those of transformers 5, those of a release, or those of the text model alone.
     pub fn check_base(&self, base: &TensorFiles, config: &Config) -> ft_base::Result<()> {
         let [head, embedding] = [config.vocabulary_name().to_string(), config.embedding_name()]
-            .map(|m| current(&format!("{m}.weight")).into_owned());
+            .map(|m| alone(&format!("{m}.weight")).into_owned());
         for name in self.tensors.names().filter(|n| is_frozen(n)) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
-            let own = current(&own);
+            let own = alone(&own);
             let tied = (config.tied && *own == head).then_some(embedding.as_str());
             let mut found = [Some(&*own), tied].into_iter().flatten();
-            let Some(own) = found.find_map(|own| base.names().find(|n| current(n) == own)) else {
+            let Some(own) = found.find_map(|own| base.names().find(|n| alone(n) == own)) else {
                 return Err(self.fail(format!("{name}: the base has no {own}")).into());
             };
             let (a, b) = (self.tensors.tensor(name)?, base.tensor(own, DType::F32, &Device::Cpu)?);
@@ -441,6 +487,11 @@ impl Adapter {
 /// Whether a tensor is a frozen weight of the base, which PEFT saves with adapters of embedding and head.
 fn is_frozen(name: &str) -> bool {
     name.contains(".base_layer.") && !name.contains(".base_layer.lora_")
+}
+
+/// Whether a tensor is of a tower of a vision checkpoint.
+fn is_of_tower(name: &str) -> bool {
+    name.split('.').any(|part| TOWERS.contains(&part))
 }
 
 /// Shape of the tensor of all experts, if `key` names that.

@@ -4,14 +4,15 @@
 //! by name, including values of a wrong type, which Python would coerce or fail on. The list covers
 //! `LoraConfig` of PEFT 0.18 to 0.21; PEFT writes `null` for most unused keys.
 
-use super::format::current;
+use super::format::{alone, current};
 use crate::adapters::Error;
 use crate::model::modules::{Group, Kind, Module};
+use fancy_regex::Regex;
 use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::LoraSpec;
-use regex::Regex;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -55,7 +56,8 @@ const KEYS: &[(&str, Accepted)] = &[
     ("lora_ga_config", Accepted::Object),
     ("ensure_weight_tying", Accepted::Read),
     ("exclude_modules", Accepted::Read),
-    ("fan_in_fan_out", Accepted::False),
+    // PEFT resets it for `nn.Linear`, and reads it for no embedding.
+    ("fan_in_fan_out", Accepted::Flag),
     ("inference_mode", Accepted::Flag),
     ("init_lora_weights", Accepted::Read),
     ("kasa_config", Accepted::Null),
@@ -98,7 +100,7 @@ const KEYS: &[(&str, Accepted)] = &[
 ];
 
 /// Hint for adapters unsupported by `ft`.
-const MERGE: &str =
+pub(super) const MERGE: &str =
     "merge it into its base with PEFT (merge_and_unload), and name the merged model in model.source";
 
 /// Hint for adapters whose initialization changes the base on loading.
@@ -111,6 +113,9 @@ const RANK: u64 = ft_recipe::MAX_RANK;
 /// Range of |alpha|: the range in recipes, widened by the adjustment for partial rsLoRA.
 const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
 
+/// Group of the layer's number in an expression of `layers_pattern`.
+const LAYER: &str = "layer";
+
 /// Token ids by module-name suffix.
 type Lists = Vec<(String, Arc<Vec<u32>>)>;
 
@@ -122,7 +127,7 @@ pub struct PeftConfig {
     base: Option<String>,
     revision: Option<String>,
     /// Modules with LoRA.
-    pub(super) targets: Targets,
+    targets: Targets,
     /// Parameters with LoRA, by suffixes of their names.
     pub(super) parameters: Vec<String>,
     saves: Vec<String>,
@@ -132,6 +137,9 @@ pub struct PeftConfig {
     tokens: Lists,
     /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
     pub ties: bool,
+    /// Whether names are as in the text model alone, also for a base within a vision checkpoint; `None` for a config
+    /// without tensors.
+    pub(super) alone: Option<bool>,
 }
 
 impl PeftConfig {
@@ -176,12 +184,42 @@ impl PeftConfig {
         let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
         let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
         let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
-        Ok(Self { base, revision, targets, parameters, saves, spec, ranks, alphas, tokens, ties, file })
+        Ok(Self {
+            base,
+            revision,
+            targets,
+            parameters,
+            saves,
+            spec,
+            ranks,
+            alphas,
+            tokens,
+            ties,
+            alone: None,
+            file,
+        })
     }
 
     /// Base model of the adapter, and the revision on the hub.
     pub fn base(&self) -> Option<(&str, Option<&str>)> {
         Some((self.base.as_deref()?, self.revision.as_deref()))
+    }
+
+    /// Possible names of a module or parameter in this adapter: as released, as in transformers 5, as in the text
+    /// model alone.
+    pub(super) fn spellings<'a>(&self, name: &'a str) -> Vec<Cow<'a, str>> {
+        let mut names = match self.alone {
+            Some(true) => vec![alone(name)],
+            Some(false) => vec![Cow::Borrowed(name), current(name)],
+            None => vec![Cow::Borrowed(name), current(name), alone(name)],
+        };
+        names.dedup();
+        names
+    }
+
+    /// Whether a module has LoRA.
+    pub(super) fn chooses(&self, m: &Module) -> Result<bool, Error> {
+        self.targets.matches(m, &self.spellings(&m.name))
     }
 
     /// Whether `target_parameters` includes a parameter.
@@ -207,18 +245,26 @@ impl PeftConfig {
         &self.tokens
     }
 
-    /// LoRA settings of a module, or of the parameter that PEFT adapts in its place.
-    pub fn spec_of(&self, m: &Module) -> LoraSpec {
-        self.spec(&current(m.parameter.as_ref().map_or(&m.name, |p| &p.name)))
+    /// Whether rows of the embedding train, so that new tokens can be of the adapter: some, or all.
+    pub fn trains_tokens(&self) -> bool {
+        !self.tokens.is_empty() || self.saves.iter().any(|name| name.ends_with("embed_tokens"))
     }
 
-    /// LoRA settings under a name.
-    pub(crate) fn spec(&self, name: &str) -> LoraSpec {
-        LoraSpec {
-            rank: self.ranks.find(name).unwrap_or(self.spec.rank),
-            alpha: self.alphas.find(name).unwrap_or(self.spec.alpha),
+    /// LoRA settings of a module, or of the parameter that PEFT adapts in its place.
+    ///
+    /// # Errors
+    /// An expression in `rank_pattern` or `alpha_pattern` that takes too long.
+    pub fn spec_of(&self, m: &Module) -> Result<LoraSpec, Error> {
+        self.spec(&self.spellings(m.parameter.as_ref().map_or(&m.name, |p| &p.name)))
+    }
+
+    /// LoRA settings under the names of a module.
+    pub(crate) fn spec(&self, names: &[Cow<'_, str>]) -> Result<LoraSpec, Error> {
+        Ok(LoraSpec {
+            rank: self.ranks.find(names)?.unwrap_or(self.spec.rank),
+            alpha: self.alphas.find(names)?.unwrap_or(self.spec.alpha),
             ..self.spec
-        }
+        })
     }
 }
 
@@ -377,18 +423,18 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Regular expression anchored at both ends.
-    fn regex(&self, key: &str, pattern: &str) -> Result<Regex, Error> {
-        self.compiled(key, pattern, Regex::new(&format!("^(?:{pattern})$")))
+    /// Regular expression for a whole name, as Python's `re.fullmatch`.
+    fn regex(&self, key: &str, pattern: &str) -> Result<Pattern, Error> {
+        self.compiled(key, pattern, &format!("^(?:{pattern})$"))
     }
 
-    fn compiled(&self, key: &str, pattern: &str, r: Result<Regex, regex::Error>) -> Result<Regex, Error> {
-        r.map_err(|e| {
-            let why = e.to_string();
-            let why = why.lines().last().unwrap_or_default().trim_start_matches("error: ");
-            let shown = short(&Value::from(pattern));
-            self.bad(key, format!("{shown}: {why}\n  hint: list the names of the modules instead"))
-        })
+    /// The expression `whole`, made of `pattern` in the file.
+    fn compiled(&self, key: &str, pattern: &str, whole: &str) -> Result<Pattern, Error> {
+        let place = format!("{key}: {}", short(&Value::from(pattern)));
+        match Regex::new(whole) {
+            Ok(regex) => Ok(Pattern { file: self.file.into(), place, regex }),
+            Err(e) => Err(unusable(self.file, &place, &e)),
+        }
     }
 
     /// A list of names or one regular expression; `all` permits `"all-linear"`.
@@ -424,14 +470,13 @@ impl<'a> Keys<'a> {
         if layers.is_none() && !patterns.is_empty() {
             return Err(self.bad("layers_pattern", "it means nothing without layers_to_transform"));
         }
-        // Without a pattern, PEFT takes the last number in a name (the expert index, in experts).
+        // Of several numbers in a name, PEFT takes the first, from 0.20 on: in experts, the layer.
         let any = [r"[^.]*".to_string()];
         let patterns = if patterns.is_empty() { &any[..] } else { &patterns };
         let expression = |p: &String| {
             // Compiled alone first: unbalanced parentheses would change the surrounding expression.
             self.regex("layers_pattern", p)?;
-            let r = Regex::new(&format!(r"^(?:.*\.{p}\.(\d+)\.)"));
-            self.compiled("layers_pattern", p, r)
+            self.compiled("layers_pattern", p, &format!(r"^(?:(?:^|.*?\.){p}\.(?P<{LAYER}>\d+)\.)"))
         };
         let layers = match layers {
             None => None,
@@ -473,7 +518,8 @@ impl<'a> Keys<'a> {
                 }
                 None => {
                     self.regex(key, pattern)?;
-                    out.others.push((i, self.regex(key, &format!(r"(?:.*\.)?(?:{pattern})"))?, value));
+                    let suffix = self.compiled(key, pattern, &format!(r"^(?:.*\.)?(?:{pattern})$"))?;
+                    out.others.push((i, suffix, value));
                 }
             }
         }
@@ -493,65 +539,127 @@ pub fn is_suffix(name: &str, end: &str) -> bool {
     name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
+/// A regular expression, in Python's syntax.
+#[derive(Clone, Debug)]
+struct Pattern {
+    file: String,
+    /// Key and expression, for error messages.
+    place: String,
+    regex: Regex,
+}
+
+impl Pattern {
+    fn is_match(&self, name: &str) -> Result<bool, Error> {
+        self.regex.is_match(name).map_err(|e| unusable(&self.file, &self.place, &e))
+    }
+
+    /// The number of the layer in a name, for an expression of `layers_pattern`.
+    fn layer(&self, name: &str) -> Result<Option<u64>, Error> {
+        let found = self.regex.captures(name).map_err(|e| unusable(&self.file, &self.place, &e))?;
+        Ok(found.and_then(|c| c.name(LAYER)?.as_str().parse().ok()))
+    }
+}
+
+/// The error for an expression that is invalid, or that backtracks too often.
+fn unusable(file: &str, place: &str, e: &fancy_regex::Error) -> Error {
+    let why = match e {
+        // Its position is that in the anchored expression.
+        fancy_regex::Error::ParseError(_, why) => why.to_string(),
+        e => e.to_string(),
+    };
+    let why = format!("{place}: {why}\n  hint: list the names of the modules instead");
+    Error::Peft { file: file.into(), why }
+}
+
 /// Values by pattern; the first match wins (`peft.utils.other.get_pattern_key`).
 #[derive(Clone, Debug)]
 struct Patterns<T> {
     /// Exact names, hashed: there may be one per module, too many to try in turn.
     exact: HashMap<String, (usize, T)>,
-    others: Vec<(usize, Regex, T)>,
+    others: Vec<(usize, Pattern, T)>,
 }
 
 impl<T: Copy> Patterns<T> {
-    fn find(&self, name: &str) -> Option<T> {
-        let exact = self.exact.get(name).map(|(i, v)| (*i, *v));
-        let other = self.others.iter().find(|(_, r, _)| r.is_match(name)).map(|(i, _, v)| (*i, *v));
-        exact.into_iter().chain(other).min_by_key(|(i, _)| *i).map(|(_, v)| v)
+    fn find(&self, names: &[Cow<'_, str>]) -> Result<Option<T>, Error> {
+        for name in names {
+            let mut first = self.exact.get(&**name).copied();
+            for (i, pattern, v) in &self.others {
+                if first.is_some_and(|(exact, _)| exact < *i) {
+                    break;
+                }
+                if pattern.is_match(name)? {
+                    first = Some((*i, *v));
+                    break;
+                }
+            }
+            if let Some((_, v)) = first {
+                return Ok(Some(v));
+            }
+        }
+        Ok(None)
     }
 }
 
 /// Modules with LoRA, as described by an adapter config.
 #[derive(Clone, Debug)]
-pub struct Targets {
+struct Targets {
     target: Target,
     exclude: Option<Target>,
     /// Layer indices, and regular expressions that extract a module's layer.
-    layers: Option<(HashSet<u64>, Vec<Regex>)>,
+    layers: Option<(HashSet<u64>, Vec<Pattern>)>,
 }
 
 #[derive(Clone, Debug)]
 enum Target {
-    Regex(Regex),
+    Regex(Pattern),
     List(HashSet<String>),
     AllLinear,
 }
 
 impl Target {
-    fn matches(&self, m: &Module) -> bool {
-        match self {
-            Target::Regex(r) => r.is_match(&m.name),
+    fn matches(&self, m: &Module, name: &str) -> Result<bool, Error> {
+        Ok(match self {
+            Target::Regex(r) => r.is_match(name)?,
             // The full name, or a suffix after a dot.
             Target::List(l) => {
-                l.contains(&m.name) || m.name.match_indices('.').any(|(i, _)| l.contains(&m.name[i + 1..]))
+                l.contains(name) || name.match_indices('.').any(|(i, _)| l.contains(&name[i + 1..]))
             }
             Target::AllLinear => matches!(m.kind, Kind::Linear { .. }) && m.group != Group::Head,
-        }
+        })
     }
 }
 
 impl Targets {
-    /// Whether a module is selected, following `peft.tuners.tuners_utils.check_target_module_exists`.
-    pub fn matches(&self, m: &Module) -> bool {
-        if self.exclude.as_ref().is_some_and(|e| e.matches(m)) || !self.target.matches(m) {
-            return false;
-        }
-        let Some((indices, patterns)) = &self.layers else { return true };
-        match &self.target {
-            // An exact name matches in any layer.
-            Target::List(list) if list.contains(&m.name) => true,
-            _ => {
-                let layer = |r: &Regex| r.captures(&m.name)?.get(1)?.as_str().parse().ok();
-                patterns.iter().find_map(layer).is_some_and(|l| indices.contains(&l))
+    /// Whether a module is selected under one of its names and excluded under none, following
+    /// `peft.tuners.tuners_utils.check_target_module_exists`.
+    fn matches(&self, m: &Module, names: &[Cow<'_, str>]) -> Result<bool, Error> {
+        for name in names {
+            if let Some(exclude) = &self.exclude
+                && exclude.matches(m, name)?
+            {
+                return Ok(false);
             }
         }
+        for name in names {
+            if self.target.matches(m, name)? && self.has_layer(name)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether the layer in a name is one of `layers_to_transform`.
+    fn has_layer(&self, name: &str) -> Result<bool, Error> {
+        let Some((indices, patterns)) = &self.layers else { return Ok(true) };
+        // An exact name matches in any layer.
+        if matches!(&self.target, Target::List(list) if list.contains(name)) {
+            return Ok(true);
+        }
+        for pattern in patterns {
+            if let Some(layer) = pattern.layer(name)? {
+                return Ok(indices.contains(&layer));
+            }
+        }
+        Ok(false)
     }
 }

@@ -16,8 +16,23 @@ pub(super) const LABELS: &str = "ft.labels";
 
 /// A name with the module paths of transformers 5, as [`current_name`], with or without [`PREFIX`].
 pub(super) fn current(name: &str) -> Cow<'_, str> {
-    let (prefix, own) = name.strip_prefix(PREFIX).map_or(("", name), |own| (PREFIX, own));
+    let (prefix, own) = split(name);
     current_name(own).map_or(Cow::Borrowed(name), |new| Cow::Owned(format!("{prefix}{new}")))
+}
+
+/// A name as in the text model alone, outside of a vision checkpoint, with or without [`PREFIX`].
+pub(super) fn alone(name: &str) -> Cow<'_, str> {
+    let current = current(name);
+    let (prefix, own) = split(&current);
+    match own.strip_prefix("model.language_model.") {
+        Some(rest) => Cow::Owned(format!("{prefix}model.{rest}")),
+        None => current,
+    }
+}
+
+/// [`PREFIX`], or nothing without it, and the rest of a name.
+fn split(name: &str) -> (&str, &str) {
+    name.strip_prefix(PREFIX).map_or(("", name), |own| (PREFIX, own))
 }
 
 /// LoRA scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
@@ -39,14 +54,22 @@ mod tests {
 
     #[test]
     fn names_of_a_release_are_those_of_transformers_5() {
-        for (name, want) in [
-            ("language_model.model.layers.0.mlp", "model.language_model.layers.0.mlp"),
-            ("base_model.model.language_model.model.norm", "base_model.model.model.language_model.norm"),
-            ("base_model.model.language_model.lm_head.weight", "base_model.model.lm_head.weight"),
-            ("model.language_model.layers.0.mlp", "model.language_model.layers.0.mlp"),
-            ("model.layers.0.mlp", "model.layers.0.mlp"),
+        for (name, want, text) in [
+            ("language_model.model.layers.0.mlp", "model.language_model.layers.0.mlp", "model.layers.0.mlp"),
+            (
+                "base_model.model.language_model.model.norm",
+                "base_model.model.model.language_model.norm",
+                "base_model.model.model.norm",
+            ),
+            (
+                "base_model.model.language_model.lm_head.weight",
+                "base_model.model.lm_head.weight",
+                "base_model.model.lm_head.weight",
+            ),
+            ("model.language_model.layers.0.mlp", "model.language_model.layers.0.mlp", "model.layers.0.mlp"),
+            ("model.layers.0.mlp", "model.layers.0.mlp", "model.layers.0.mlp"),
         ] {
-            assert_eq!(current(name), want);
+            assert_eq!((&*current(name), &*alone(name)), (want, text));
         }
     }
 }

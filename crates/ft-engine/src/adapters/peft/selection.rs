@@ -1,7 +1,6 @@
 //! Selection by the `adapter_config.json` of a PEFT adapter.
 
 use super::config::{PeftConfig, is_suffix};
-use super::format::current;
 use crate::adapters::Error;
 use crate::adapters::selection::rules::check_lora;
 use crate::adapters::selection::tokens::{has_rows, trains_twice};
@@ -10,19 +9,12 @@ use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, Parameter};
 use std::sync::Arc;
 
-/// The module under its name in transformers 5, if that is another one.
-fn renamed(m: &Module) -> Option<Module> {
-    let name = current(&m.name);
-    (*name != m.name).then(|| Module { name: name.into_owned(), ..m.clone() })
-}
-
 impl Selection {
     /// Selection described by a PEFT adapter's config.
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
-        let targets = &peft.targets;
         let named = |target: &&String| {
-            let is = |p: &Arc<Parameter>| is_suffix(&current(&p.name), target) || is_suffix(&p.name, target);
+            let is = |p: &Arc<Parameter>| peft.spellings(&p.name).iter().any(|name| is_suffix(name, target));
             s.modules.iter().any(|(m, _)| m.parameter.as_ref().is_some_and(is))
         };
         if let Some(other) = peft.parameters.iter().find(|t| !named(t)) {
@@ -34,15 +26,14 @@ impl Selection {
             return Err(Error::Peft { file: peft.file.clone(), why });
         }
         for (m, c) in &mut s.modules {
-            let by_either = |is: &dyn Fn(&str) -> bool, name: &str| is(name) || is(&current(name));
             let adapted = match &m.parameter {
-                Some(p) => by_either(&|name| peft.adapts(name), &p.name),
-                None => targets.matches(m) || renamed(m).is_some_and(|m| targets.matches(&m)),
+                Some(p) => peft.spellings(&p.name).iter().any(|name| peft.adapts(name)),
+                None => peft.chooses(m)?,
             };
-            if by_either(&|name| peft.saves(name), &m.name) {
+            if peft.spellings(&m.name).iter().any(|name| peft.saves(name)) {
                 *c = Choice::Full { lr_scale: 1.0 };
             } else if adapted {
-                let mut spec = peft.spec_of(m);
+                let mut spec = peft.spec_of(m)?;
                 if matches!(m.kind, Kind::Embedding { .. }) {
                     // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;
@@ -63,7 +54,8 @@ impl Selection {
             why: format!("trainable_token_indices: {why}"),
         };
         for (target, ids) in peft.tokens() {
-            let mut hits = self.modules.iter_mut().filter(|(m, _)| m.name.ends_with(target.as_str()));
+            let is = |m: &Module| peft.spellings(&m.name).iter().any(|name| name.ends_with(target.as_str()));
+            let mut hits = self.modules.iter_mut().filter(|(m, _)| is(m));
             let (Some((m, c)), None) = (hits.next(), hits.next()) else {
                 return Err(fail(format!("{target:?} names no one module of this model")));
             };
