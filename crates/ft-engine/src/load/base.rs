@@ -8,7 +8,7 @@ use super::error::Error;
 use super::initial::{Factors, Initials};
 use super::layout;
 use crate::files::TensorFiles;
-use crate::model::modules::{Group, Kind, Module};
+use crate::model::modules::{Group, Kind, Module, norm_offset};
 use crate::model::{Config, WeightFormat};
 use crate::quant::{self, CodeTables, LazyMatrix};
 use candle_core::{DType, Device};
@@ -65,8 +65,9 @@ impl Base {
         Self { files: Some(Arc::new(files)), ..Self::random(config, 0) }
     }
 
-    /// Base with random weights: norms are one, biases zero, matrices normal with the config's
-    /// `initializer_range`; tables are zero in the row of the padding token, as in transformers.
+    /// Base with random weights, as in transformers: norms are one; biases zero; matrices, sinks and the bias of a
+    /// router normal with the config's `initializer_range`; tables zero in the row of the padding token; decay rates
+    /// of linear attention uniform.
     pub fn random(config: Config, seed: u64) -> Self {
         Self { config, files: None, copy: None, nf4: false, seed, initials: None }
     }
@@ -335,7 +336,22 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
 /// Random values that a thread draws at a time.
 const DRAWN: usize = 4096;
 
-/// A range of a randomly initialized tensor, f32 on the CPU.
+/// Bounds of the decay rates of linear attention in transformers.
+const DECAY_RATES: [f32; 2] = [0.01, 16.0];
+
+/// Initial value of all elements of a weight or bias; `None` for random ones.
+fn constant(m: &Module, bias: bool, config: &Config) -> Option<f32> {
+    match (m.kind, m.group) {
+        (_, Group::Router) if bias => None,
+        _ if bias => Some(0.0),
+        (Kind::Norm { .. }, _) => Some(1.0 - norm_offset(config, m) as f32),
+        (Kind::Vector { .. }, Group::Sinks) => None,
+        (Kind::Vector { .. } | Kind::Constant { .. }, _) => (!m.is_decay()).then_some(1.0),
+        _ => None,
+    }
+}
+
+/// A range of an initialized tensor, f32 on the CPU.
 fn random(
     m: &Module,
     bias: bool,
@@ -344,12 +360,16 @@ fn random(
     config: &Config,
 ) -> ft_base::Result<Real> {
     let n = elements.len();
-    let values: Vec<f32> = match (bias, m.kind) {
-        (true, _) => vec![0.0; n],
-        (_, Kind::Vector { .. }) if m.group != Group::RouterScales => vec![0.0; n],
-        (_, Kind::Vector { .. } | Kind::Constant { .. }) => vec![1.0; n],
-        (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
-        _ => {
+    let values: Vec<f32> = match constant(m, bias, config) {
+        Some(value) => vec![value; n],
+        None if m.is_decay() => {
+            let mut values = vec![0.0; n];
+            let [low, high] = DECAY_RATES;
+            let log = |share: f32| (low + (high - low) * share).ln();
+            s.uniforms(elements.start as u64, n, |i, share| values[i] = log(share));
+            values
+        }
+        None => {
             let std = config.initializer_range as f32;
             // Normal samples stay within eight standard deviations.
             if !(8.0 * std).is_finite() {
@@ -376,13 +396,17 @@ fn random(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::modules::Tree;
+    use crate::model::modules::{Tree, modules};
+
+    fn config_of(family: &str) -> anyhow::Result<Config> {
+        let case = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/families").join(family);
+        Ok(Config::load(&case.join("model"), &serde_json::Map::new())?)
+    }
 
     /// `init.zeros_(module.weight[module.padding_idx])` in transformers, for both tables of Gemma 4.
     #[test]
     fn random_tables_are_zero_in_the_row_of_the_padding_token() -> anyhow::Result<()> {
-        let case = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/families/gemma4/model");
-        let config = Config { pad: Some(3), ..Config::load(&case, &serde_json::Map::new())? };
+        let config = Config { pad: Some(3), ..config_of("gemma4")? };
         let tree = Tree::of(&config);
         let base = Base::random(config.clone(), 7);
         let values = |m: &Module, range| -> ft_base::Result<Vec<f32>> {
@@ -400,6 +424,39 @@ mod tests {
         }
         let head = values(&tree.head, 3 * config.hidden..4 * config.hidden)?;
         assert!(head.iter().all(|x| *x != 0.0));
+        Ok(())
+    }
+
+    /// `_init_weights` of transformers' classes. Norms less one are 0, and that of linear attention, as it is stored, 1.
+    #[test]
+    fn random_vectors_have_the_values_of_transformers() -> anyhow::Result<()> {
+        for (family, name, bias, want) in [
+            ("qwen35-dense", ".input_layernorm", false, Some(0.0)),
+            ("qwen35-dense", ".linear_attn.norm", false, Some(1.0)),
+            ("qwen35-dense", ".dt_bias", false, Some(1.0)),
+            ("qwen35-dense", ".A_log", false, None),
+            ("qwen3-next", ".linear_attn.norm", false, Some(1.0)),
+            ("gemma3", ".q_norm", false, Some(0.0)),
+            ("gemma4-moe", ".per_expert_scale", false, Some(1.0)),
+            ("gpt-oss", ".q_proj", true, Some(0.0)),
+            ("gpt-oss", ".mlp.router", true, None),
+            ("gpt-oss", ".sinks", false, None),
+        ] {
+            let config = config_of(family)?;
+            let base = Base::random(config.clone(), 7);
+            let all = modules(&config);
+            let m = all.iter().find(|m| m.name.ends_with(name)).expect("a module");
+            let n = m.bias().filter(|_| bias).unwrap_or(m.weight_values());
+            let values = |range| -> ft_base::Result<Vec<f32>> {
+                Ok(base.part((m, 1), bias, false, range, DType::F32, &Device::Cpu)?.to_vec1()?)
+            };
+            let drawn = values(0..n)?;
+            let same = drawn.iter().all(|x| *x == drawn[0]).then_some(drawn[0]);
+            assert_eq!(same, want, "{family}: {name}");
+            assert_eq!(values(1..n)?, drawn[1..], "{family}: {name}");
+            let [low, high] = DECAY_RATES.map(f32::ln);
+            assert!(!m.is_decay() || drawn.iter().all(|x| (low..=high).contains(x)), "{drawn:?}");
+        }
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Opens a model's weights with one tensor per module.
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
-    let mut files = TensorFiles::open_model(dir)?;
+    let mut files = config.open_weights(dir)?;
     fused::open(config, &mut files)?;
     if let WeightFormat::Fp8(block) = config.format {
         const SCALE: &str = "_scale_inv";

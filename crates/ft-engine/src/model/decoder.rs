@@ -2,7 +2,9 @@
 
 use super::attention::{Attention, QkNorm};
 use super::config::family::QkNorms;
-use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules};
+use super::config::modules::{
+    FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules, norm_offset,
+};
 use super::config::{Config, KeySource};
 use super::delta::{DeltaNet, Parameter};
 use super::embedding::{Embedding, EmbeddingLora};
@@ -207,8 +209,7 @@ impl<'a> Builder<'a> {
 
     fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
         let (weight, slot) = self.weights.weight(m)?;
-        let plus = if self.config.family.plus_one { 1.0 } else { 0.0 };
-        Ok(Norm { weight, slot, eps: self.config.eps, plus })
+        Ok(Norm { weight, slot, eps: self.config.eps, plus: norm_offset(self.config, m) })
     }
 
     fn optional(&mut self, m: &Option<Module>) -> ft_base::Result<Option<Norm>> {
@@ -248,9 +249,7 @@ impl<'a> Builder<'a> {
                 let mut conv = self.parameter(conv)?;
                 conv.value = conv.value.reshape((heads.channels(), delta.taps))?;
                 let (a_log, bias) = (self.parameter(a_log)?, self.parameter(bias)?);
-                // The weight of this norm is stored as it is.
-                let norm = Norm { plus: 0.0, ..self.norm(norm)? };
-                let out = self.linear(out)?;
+                let (norm, out) = (self.norm(norm)?, self.linear(out)?);
                 Mixer::Delta(Box::new(DeltaNet { projections, layout, out, conv, a_log, bias, norm, heads }))
             }
         })

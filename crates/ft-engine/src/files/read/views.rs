@@ -1,5 +1,5 @@
-//! Tensors in another form than in the file: parts, transposes, 8-bit matrices with scales, MXFP4. No data is read
-//! here.
+//! Tensors in another form than in the file: other names, parts, transposes, 8-bit matrices with scales, MXFP4. No data
+//! is read here.
 
 use super::{Scale, TensorFiles, TensorInfo};
 use crate::files::{Error, MXFP4_BLOCK};
@@ -17,6 +17,12 @@ pub struct SplitTensor {
 }
 
 impl TensorFiles {
+    /// Presents tensors under the names that `new` returns, which must all differ; before any other change.
+    pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
+        let tensors = std::mem::take(&mut self.tensors).into_iter();
+        self.tensors = tensors.map(|(name, info)| (new(&name).unwrap_or(name), info)).collect();
+    }
+
     /// Replaces a tensor by parts under other names, each a contiguous range of elements with a new
     /// shape.
     ///

@@ -9,7 +9,7 @@ use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSIT
 use super::rope;
 use super::rules::{CAP, OF_SOME};
 use super::spelling::default_body;
-use super::types::{Biases, Config, LayerAttention, Moe};
+use super::types::{Biases, Config, LayerAttention, Moe, PROBLEM};
 use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::{MAX_LABELS, numbered};
@@ -52,6 +52,10 @@ impl Config {
         rope::refuse(&Keys::new(file, overrides))?;
         name_ministral(&mut raw, overrides);
         let nested = raw.get(Self::TEXT).is_some_and(Value::is_object);
+        let of_whole = |key: &str| nested && OF_WHOLE.contains(&key);
+        let (whole, own): (Map<String, Value>, Map<String, Value>) =
+            overrides.clone().into_iter().partition(|(key, _)| of_whole(key));
+        raw.extend(whole);
         if nested {
             raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
         }
@@ -62,8 +66,8 @@ impl Config {
             _ => &mut raw,
         };
         match family {
-            Some((family, _)) => rope::replace(text, overrides, family),
-            None => text.extend(overrides.clone()),
+            Some((family, _)) => rope::replace(text, &own, family),
+            None => text.extend(own),
         }
         let origin = |key: &str| {
             let text = raw.get(Self::TEXT).and_then(Value::as_object).unwrap_or(&raw);
@@ -232,6 +236,9 @@ fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
     Ok(Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? })
 }
 
+/// Keys of a vision checkpoint that its text model does not have.
+const OF_WHOLE: [&str; 2] = ["architectures", "quantization_config"];
+
 /// Key of a head that shares the embedding's weight.
 pub(super) const TIED: &str = "tie_word_embeddings";
 
@@ -296,22 +303,35 @@ fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Famil
     }
 }
 
-/// Names of the outputs of a sequence classifier: `id2label`, or as many as `num_labels` says, 2 by default.
+/// Names of the outputs of a sequence classifier: `id2label`, or as many as `num_labels` says, 2 by default. A problem
+/// with another loss is refused; one output is a number.
 fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
     let class = keys.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
     if class.is_none() || class != family.classifier {
         return Ok(None);
     }
+    let names = label_names(keys)?;
+    let built = if names.len() == 1 { "regression" } else { "single_label_classification" };
+    match keys.string(PROBLEM)?.filter(|problem| *problem != built) {
+        Some(other) => {
+            let hint = format!(
+                "hint: override = {{ {PROBLEM} = \"{built}\" }} under [model], if its head is of that"
+            );
+            Err(keys.bad(PROBLEM, format!("{other}; {built} is wanted for this number of outputs\n  {hint}")))
+        }
+        None => Ok(Some(names)),
+    }
+}
+
+fn label_names(keys: &Keys<'_>) -> Result<Vec<String>> {
     let number = keys.some("num_labels", MAX_LABELS)?;
     let Some(labels) = keys.get("id2label").and_then(Value::as_object) else {
-        return Ok(Some(numbered(number.unwrap_or(2))));
+        return Ok(numbered(number.unwrap_or(2)));
     };
     let names: Option<Vec<String>> =
         (0..labels.len()).map(|i| Some(labels.get(&i.to_string())?.as_str()?.to_string())).collect();
-    match names.filter(|n| (1..=MAX_LABELS).contains(&n.len())) {
-        Some(names) => Ok(Some(names)),
-        None => Err(keys.bad("id2label", "names by number, from \"0\" without gaps, are wanted")),
-    }
+    let wanted = || keys.bad("id2label", "names by number, from \"0\" without gaps, are wanted");
+    names.filter(|n| (1..=MAX_LABELS).contains(&n.len())).ok_or_else(wanted)
 }
 
 /// Width of the residual stream, query heads, key/value heads, channels per head.

@@ -2,7 +2,7 @@
 
 use super::defaults::EXPERT_COUNTS;
 use super::error::Result;
-use super::family::{Family, GateFunction};
+use super::family::{Family, GateFunction, QkNorms};
 use super::keys::Keys;
 use super::layers::by_layer;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
@@ -43,7 +43,6 @@ const HARMLESS: &[&str] = &[
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
-    "problem_type",
     "return_dict",
     "router_aux_loss_coef",
     "sep_token_id",
@@ -103,6 +102,7 @@ const READ: &[&str] = &[
     "num_key_value_heads",
     "num_local_experts",
     "partial_rotary_factor",
+    "problem_type",
     "qkv_bias",
     "quantization_config",
     "rms_norm_eps",
@@ -174,13 +174,18 @@ const QUANTIZATION: &[&str] = &[
     "quant_method",
 ];
 
+/// Key of `quantization_config` with further modules in 8 bits.
+const CONVERTED: &str = "modules_to_convert";
+
 /// Keys of `quantization_config` of 8-bit checkpoints. How activations are quantized, and modules that are not
 /// quantized, show in the tensors or concern inference.
 const FP8: &[&str] = &[
     "activation_scheme",
     "dequantize",
+    "expert_dtype",
     "fmt",
     "ignored_layers",
+    CONVERTED,
     "modules_to_not_convert",
     "quant_method",
     "scale_fmt",
@@ -286,8 +291,13 @@ impl Keys<'_> {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
         }
         let shared = family.experts.and_then(|x| x.shared_key);
-        let computed =
-            |key: &str| Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key);
+        // No class of a family with q/k norms reads this key.
+        let unread = (family.qk_norm != QkNorms::Never).then_some("use_qk_norm");
+        let computed = |key: &str| {
+            [shared, unread].contains(&Some(key))
+                || (family.gated && key == GATE)
+                || family.reads.contains(&key)
+        };
         for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
             let changes = |v: &&Value| v.as_f64() != Some(*neutral) && v.as_bool() != Some(false);
             if let Some(v) = self.get(key).filter(changes) {
@@ -318,9 +328,9 @@ impl Keys<'_> {
         }
     }
 
-    /// Refuses keys of a table that are not known.
+    /// Refuses keys of a table that are not known, unless null.
     pub(super) fn only(&self, known: impl Fn(&str) -> bool) -> Result<()> {
-        match self.raw.keys().find(|k| !known(k)) {
+        match self.raw.keys().find(|k| self.get(k).is_some() && !known(k)) {
             Some(key) => Err(self.bad(key, "ft does not know this key, and it may change the numbers")),
             None => Ok(()),
         }
@@ -347,8 +357,13 @@ impl Keys<'_> {
     /// `quantization_config` of an 8-bit checkpoint.
     fn fp8(&self) -> Result<WeightFormat> {
         self.only(|key| FP8.contains(&key))?;
-        if let Some(other) = self.string("fmt")?.filter(|f| *f != "e4m3") {
-            return Err(self.bad("fmt", format!("{other}; e4m3 is built")));
+        for (key, built) in [("fmt", "e4m3"), ("expert_dtype", "fp8")] {
+            if let Some(other) = self.string(key)?.filter(|value| *value != built) {
+                return Err(self.bad(key, format!("{other}; {built} is built")));
+            }
+        }
+        if self.typed(CONVERTED, "a list", Value::as_array)?.is_some_and(|list| !list.is_empty()) {
+            return Err(self.bad(CONVERTED, "not built yet: further modules in 8 bits"));
         }
         let block =
             self.get("weight_block_size").and_then(|b| serde_json::from_value::<[usize; 2]>(b.clone()).ok());

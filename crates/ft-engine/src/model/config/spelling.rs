@@ -5,12 +5,15 @@ use super::keys::Keys;
 use super::parse::TIED;
 use super::types::Config;
 use crate::files::TensorFiles;
-use ft_base::store::{SINGLE, index};
+use ft_base::store::{self, SINGLE, index};
 use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Prefixes of a text model: alone; within a vision checkpoint of transformers 5; as released before it.
 const BODIES: [&str; 3] = ["model", "model.language_model", "language_model.model"];
+
+/// Prefix of names of a base model within a model with a head.
+const BASE: &str = "model.";
 
 /// Components of the names of vision and audio towers, and of their projectors, which `ft` does not compute.
 pub const TOWERS: [&str; 7] = [
@@ -72,6 +75,28 @@ impl Config {
         if self.body == BODIES[2] { "language_model.lm_head" } else { "lm_head" }
     }
 
+    /// Opens the weights in `dir` under the names of a model with a head, as transformers loads them: files of a base
+    /// model lack its prefix, and a tied table may have the name of the head.
+    ///
+    /// # Errors
+    /// As [`TensorFiles::open_model`].
+    pub fn open_weights(&self, dir: &Path) -> Result<TensorFiles, store::Error> {
+        let mut files = TensorFiles::open_model(dir)?;
+        let head = self.vocabulary_name();
+        let [embedding, of_head] = [self.embedding_name().as_str(), head].map(|m| format!("{m}.weight"));
+        if files.info(&embedding).is_some() {
+            return Ok(files);
+        }
+        if embedding.strip_prefix(BASE).is_some_and(|bare| files.info(bare).is_some()) {
+            let is_outside =
+                |name: &str| name.split('.').next().is_some_and(|n| [head, APART[0]].contains(&n));
+            files.rename(|name| (!is_outside(name)).then(|| format!("{BASE}{name}")));
+        } else if self.tied && files.info(&of_head).is_some_and(|i| i.shape == [self.vocab, self.hidden]) {
+            files.rename(|name| (name == of_head).then(|| embedding.clone()));
+        }
+        Ok(files)
+    }
+
     /// The same config with the prefix of the weights in `dir`, if there are any.
     pub(super) fn spelled_as_in(mut self, dir: &Path) -> Self {
         let exists = |file: &str| dir.join(file).is_file();
@@ -98,7 +123,7 @@ impl Config {
         let embedding = format!("{}.weight", self.embedding_name());
         let has_own = |files: TensorFiles| differ(&files, &head, &embedding);
         // Files that cannot be read are refused where they are opened to be used.
-        if !self.tied || !TensorFiles::open_model(dir).is_ok_and(has_own) {
+        if !self.tied || !self.open_weights(dir).is_ok_and(has_own) {
             return Ok(self);
         }
         let why = format!("true has no effect, as in transformers: {head} in the file is not {embedding}");
@@ -142,11 +167,43 @@ mod tests {
     use candle_core::{Device, Tensor};
     use serde_json::json;
 
+    /// transformers loads a base model into one with a head, and ties a table under either of its names.
+    #[test]
+    fn weights_have_the_names_of_a_model_with_a_head() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let text = |tied: bool| {
+            json!({"model_type": "qwen2", "hidden_size": 2, "num_attention_heads": 1,
+            "head_dim": 2, "num_key_value_heads": 1, "vocab_size": 3, "tie_word_embeddings": tied})
+        };
+        let vision = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}});
+        let [head, table] = ["lm_head.weight", "model.embed_tokens.weight"];
+        for (raw, held, want) in [
+            (text(false), ["embed_tokens.weight", "layers.0.x"], [table, "model.layers.0.x"]),
+            (text(true), ["embed_tokens.weight", head], [head, table]),
+            (text(true), [head, "model.norm.weight"], [table, "model.norm.weight"]),
+            (text(false), [head, "model.norm.weight"], [head, "model.norm.weight"]),
+            (text(true), [head, table], [head, table]),
+            (
+                vision,
+                ["language_model.embed_tokens.weight", "vision_tower.x"],
+                ["model.language_model.embed_tokens.weight", "model.vision_tower.x"],
+            ),
+        ] {
+            let one = Tensor::zeros((3, 2), candle_core::DType::F32, &Device::Cpu)?;
+            let tensors = held.map(|name| (name.to_string(), one.clone()));
+            write_file(&dir.path().join(SINGLE), &tensors, &[])?;
+            let config = Config::parse("config.json", serde_json::from_value(raw)?)?;
+            let files = config.open_weights(dir.path())?;
+            assert_eq!(files.names().collect::<Vec<_>>(), want, "{held:?}");
+        }
+        Ok(())
+    }
+
     /// transformers 5 ties head and embedding only if a file does not have both, or has them alike.
     #[test]
     fn a_head_unlike_the_embedding_unties() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;
-        let [embedding, head] = ["model.embed_tokens.weight", "lm_head.weight"];
+        let [whole, of_base, head] = ["model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"];
         // more than one piece, and a last value that differs
         let (vocab, hidden) = (PIECE / 8 + 3, 2);
         let raw = json!({"model_type": "qwen2", "hidden_size": hidden, "num_attention_heads": 1, "head_dim": 2,
@@ -158,7 +215,12 @@ mod tests {
         let table = vec![1f32; vocab * hidden];
         let mut other = table.clone();
         other[vocab * hidden - 1] = 1.0 + f32::EPSILON;
-        for (held, is_tied) in [(None, true), (Some(&table), true), (Some(&other), false)] {
+        for (embedding, held, is_tied) in [
+            (whole, None, true),
+            (whole, Some(&table), true),
+            (whole, Some(&other), false),
+            (of_base, Some(&other), false),
+        ] {
             let of = |values: &Vec<f32>| Tensor::from_slice(values, (vocab, hidden), &Device::Cpu);
             let mut tensors = vec![(embedding.to_string(), of(&table)?)];
             if let Some(held) = held {

@@ -70,6 +70,32 @@ fn bitsandbytes_4_bit_configs_are_read_and_no_others() -> Result<()> {
     Ok(())
 }
 
+/// Keys of transformers 5.24, which writes nulls too.
+#[test]
+fn fp8_configs_are_read_and_no_others() -> Result<()> {
+    let q = |extra: Value| {
+        let q = json!({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "dequantize": false, "modules_to_not_convert": null, "modules_to_convert": null, "scale_fmt": "float",
+            "expert_dtype": "fp8"});
+        parse(json!({"quantization_config": with(q, &extra)}))
+    };
+    for extra in [json!({}), json!({"modules_to_convert": []}), json!({"of_a_later_version": null})] {
+        assert_eq!(q(extra)?.format, WeightFormat::Fp8([128, 128]));
+    }
+    for (key, value) in [
+        ("expert_dtype", json!("fp4")),
+        ("modules_to_convert", json!(["embed_tokens"])),
+        ("modules_to_convert", json!("embed_tokens")),
+        ("fmt", json!("e5m2")),
+        ("weight_block_size", json!(null)),
+        ("of_a_later_version", json!(true)),
+    ] {
+        let e = error_of(q(json!({ key: value })));
+        assert!(e.contains(key), "{key} = {value}: {e}");
+    }
+    Ok(())
+}
+
 #[test]
 fn unsupported_configs_are_refused_by_key() {
     for (key, value) in [
@@ -96,6 +122,7 @@ fn unsupported_configs_are_refused_by_key() {
         ("partial_rotary_factor", json!(0.5)),
         ("attention_dropout", json!(0.1)),
         ("attn_logit_softcapping", json!(30.0)),
+        ("use_qk_norm", json!(true)),
         ("layer_types", json!(["full_attention"])),
         ("layer_types", json!(["full_attention", "linear_attention", "full_attention"])),
         ("quantization_config", json!({"quant_method": "gptq"})),

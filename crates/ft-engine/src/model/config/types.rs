@@ -9,6 +9,9 @@ use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
 
+/// Key of a classifier's loss; null goes by the number of outputs.
+pub(super) const PROBLEM: &str = "problem_type";
+
 /// Architecture of a model, as read from `config.json`.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -187,6 +190,10 @@ impl Config {
             ("label2id", Value::Object(label2id)),
         ];
         self.raw.extend(of_file.map(|(key, value)| (key.to_string(), value)));
+        if self.scores.is_none() {
+            // A language model's is of no effect.
+            self.raw.shift_remove(PROBLEM);
+        }
         Some(Self { scores: Some(labels), tied: false, ..self })
     }
 

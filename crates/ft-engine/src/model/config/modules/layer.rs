@@ -1,7 +1,7 @@
 //! Modules of a decoder layer.
 
 use super::feed_forward::FeedForwardTree;
-use super::module::{Group, InLayer, Kind, Module, linear};
+use super::module::{A_LOG, DELTA, Group, InLayer, Kind, Module, linear};
 use crate::model::config::family::{DeltaProjections, QkNorms};
 use crate::model::config::spelling::LAYER_SCALAR;
 use crate::model::config::types::{Config, Delta, KeySource};
@@ -108,7 +108,7 @@ impl MixerTree {
     /// Linear attention in a model of width `d`.
     fn delta(c: &Delta, d: usize, layer: InLayer<'_>) -> Self {
         let heads = c.heads;
-        let of = |name: &str, kind, group| layer.module(&format!("linear_attn.{name}"), kind, group);
+        let of = |name: &str, kind, group| layer.module(&format!("{DELTA}.{name}"), kind, group);
         let linear = |name, out, inp| of(name, linear(out, inp, false), Group::Attention);
         let into = |name, out| linear(name, out, d).by_all_rows();
         let vector = |name, dim| of(name, Kind::Vector { dim }, Group::Recurrence).by_all_rows();
@@ -129,7 +129,7 @@ impl MixerTree {
         MixerTree::Delta {
             projections,
             conv: of("conv1d", Kind::Conv { channels, taps: c.taps }, Group::Recurrence).by_rows(parts),
-            a_log: vector("A_log", heads.values),
+            a_log: vector(A_LOG, heads.values),
             bias: vector("dt_bias", heads.values),
             norm: of("norm", Kind::Norm { dim: heads.value_dim }, Group::Norms),
             out: linear("out_proj", d, values).by_columns(),

@@ -8,4 +8,4 @@ mod tree;
 pub use feed_forward::{FeedForwardTree, MlpTree};
 pub use layer::{LayerTree, MixerTree};
 pub use module::{CutAlong, Group, Kind, Module, Parameter, SCORE, Slice};
-pub use tree::{Tree, constants, groups, modules, parameters};
+pub use tree::{Tree, constants, groups, modules, norm_offset, parameters};

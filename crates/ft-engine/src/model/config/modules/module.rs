@@ -125,6 +125,12 @@ pub struct Slice {
     pub mxfp4: bool,
 }
 
+/// Name of linear attention in a layer.
+pub(super) const DELTA: &str = "linear_attn";
+
+/// Name of the logarithms of its decay rates.
+pub(super) const A_LOG: &str = "A_log";
+
 /// Name of a score head.
 pub const SCORE: &str = "score";
 
@@ -138,6 +144,16 @@ impl Module {
     /// Whether this is a score head.
     pub fn is_score(&self) -> bool {
         self.group == Group::Head && self.name == SCORE
+    }
+
+    /// Whether this is a part of linear attention.
+    pub(super) fn is_of_delta(&self) -> bool {
+        self.name.rsplit('.').nth(1) == Some(DELTA)
+    }
+
+    /// Whether this is the logarithms of linear attention's decay rates.
+    pub fn is_decay(&self) -> bool {
+        self.is_of_delta() && self.last() == A_LOG
     }
 
     /// Last component of the name.

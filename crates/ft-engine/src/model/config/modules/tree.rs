@@ -73,6 +73,11 @@ pub fn constants(c: &Config) -> Vec<Module> {
     (0..c.layers).filter_map(|l| LayerTree::of(c, l).scalar).collect()
 }
 
+/// What a norm adds to its stored weight. The norm of linear attention is stored as it is.
+pub fn norm_offset(c: &Config, norm: &Module) -> f64 {
+    if c.family.plus_one && !norm.is_of_delta() { 1.0 } else { 0.0 }
+}
+
 /// Groups present in a config, in the order of [`Group`].
 pub fn groups(c: &Config) -> Vec<Group> {
     modules(c).iter().map(|m| m.group).collect::<BTreeSet<_>>().into_iter().collect()

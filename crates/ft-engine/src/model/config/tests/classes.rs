@@ -261,6 +261,45 @@ fn an_override_unties_a_vision_checkpoint() -> Result<()> {
     Ok(())
 }
 
+/// Classes and quantization of a vision checkpoint are of the whole.
+#[test]
+fn overrides_of_the_whole_have_an_effect() -> Result<()> {
+    let text = json!({"model_type": "qwen3_5_text"});
+    let raw =
+        object(&json!({"model_type": "qwen3_5", "architectures": ["Qwen3_5Model"], "text_config": text}));
+    let set = json!({"architectures": ["Qwen3_5ForConditionalGeneration"],
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}});
+    let c = Config::overridden("config.json", raw.clone(), &object(&set))?;
+    assert_eq!(c.format, WeightFormat::Fp8([128, 128]));
+    for key in ["architectures", "quantization_config"] {
+        assert_eq!((&c.raw[key], c.raw["text_config"].get(key)), (&set[key], None));
+    }
+    let wrong = json!({"quantization_config": {"quant_method": "gptq"}});
+    let e = error_of(Config::overridden("config.json", raw, &object(&with(set, &wrong))));
+    assert!(e.contains(": quantization_config.quant_method: ") && e.contains("model.override's"), "{e}");
+    Ok(())
+}
+
+/// One label of several, or a number. Multi-label classification has another loss.
+#[test]
+fn other_problems_of_classifiers_are_refused_by_key() -> Result<()> {
+    let (one, several, number) = ("single_label_classification", "multi_label_classification", "regression");
+    for (outputs, problem, is_built) in
+        [(3, one, true), (3, several, false), (3, number, false), (1, number, true), (1, several, false)]
+    {
+        let e =
+            error_of(read(&json!({"model_type": "qwen3", "num_labels": outputs, "problem_type": problem,
+            "architectures": ["Qwen3ForSequenceClassification"]})));
+        let named = e.contains(&format!("problem_type: {problem}; "));
+        assert_eq!((e.is_empty(), named), (is_built, !is_built), "{outputs}: {e}");
+    }
+    // The key of a language model says nothing of its new head.
+    let model = read(&json!({"model_type": "qwen3", "problem_type": number}))?;
+    let made = model.with_scores(vec!["a".into(), "b".into()]).expect("a classifier");
+    assert!(!made.raw.contains_key("problem_type"));
+    Ok(())
+}
+
 /// Names of transformers' `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
 #[test]
 fn classifiers_have_the_names_of_transformers() -> Result<()> {
