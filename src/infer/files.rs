@@ -5,7 +5,7 @@ use super::{LoadOptions, Prompter, Source, usage};
 use crate::train::job;
 use candle_core::Device;
 use ft_base::terminal::tell;
-use ft_data::{PromptConfig, PromptFormat, Tokenizer};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer, adapter_template};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
@@ -16,7 +16,7 @@ use ft_plan::{InferenceMemory, InferenceModel};
 use ft_recipe::{Dtype, Quantize};
 use serde_json::{Map, Value};
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Most tokens of a document.
@@ -72,17 +72,17 @@ impl ModelFiles {
         let source = Source::find(model)?;
         let adapter_source = adapter.map(Source::find).transpose()?;
         let named = adapter_source.as_ref().map(|a| open_adapter(&a.name)).transpose()?;
-        let (name, dir) = (&source.name, Path::new(&source.name));
-        let (model, adapter) =
-            if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
-                if named.is_some() {
-                    return Err(usage(format!("{name}: is an adapter, and --adapter names another")));
-                }
-                let adapter = Adapter::open(dir)?;
+        let name = &source.name;
+        let (model, adapter) = match (fetch_model(name, "main", Want::Weights), named) {
+            (Err(ft_hub::Error::IsAdapter { .. }), Some(_)) => {
+                return Err(usage(format!("{name}: is an adapter, and --adapter names another")));
+            }
+            (Err(ft_hub::Error::IsAdapter { .. }), None) => {
+                let adapter = open_adapter(name)?;
                 (base_of(&adapter, None, Want::Weights)?, Some(adapter))
-            } else {
-                (fetch_model(name, "main", Want::Weights)?, named)
-            };
+            }
+            (model, named) => (model?, named),
+        };
         let trained = PromptConfig::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
     }
@@ -92,7 +92,7 @@ impl ModelFiles {
     /// # Errors
     /// An unusable tokenizer.
     pub fn tokenizer(&self, template: Option<&Path>) -> ft_base::Result<Option<Tokenizer>> {
-        Ok(Tokenizer::load_with(&self.model.dir, template, &job::added(self.adapter.as_ref())?)?)
+        job::tokenizer_of((&self.model.dir, self.adapter.as_ref()), template, [])
     }
 
     /// Loads the tokenizer. The chat template is `template`, the adapter's, or the model's; `variables`
@@ -106,7 +106,9 @@ impl ModelFiles {
         template: Option<&Path>,
         variables: Map<String, Value>,
     ) -> ft_base::Result<Prompter> {
-        let own = self.adapter.as_ref().map(|a| a.dir.join(ft_data::CHAT_TEMPLATE)).filter(|p| p.is_file());
+        let adapter = self.adapter.as_ref().filter(|_| template.is_none());
+        let own = adapter.map(|a| adapter_template(&a.dir, &self.model.dir)).transpose()?.flatten();
+        let own = own.map(|template| PathBuf::from(template.origin));
         let tokenizer = self.tokenizer(template.or(own.as_deref()))?;
         let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);
         let mut all = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();

@@ -1,9 +1,9 @@
 //! The newest weights of a run: `ft serve` answers with them during training.
 
 use super::LoadOptions;
-use super::run_folder::{end_of, run_recipe};
+use super::run_folder::run_recipe;
 use crate::train::checkpoint::state;
-use crate::train::layout::CHECKPOINTS;
+use crate::train::layout::{CHECKPOINTS, end_of};
 use crate::train::{self, Job};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};

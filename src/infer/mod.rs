@@ -6,7 +6,7 @@
 //! device    values of --device
 //! base      base model of an adapter
 //! files     model, adapter and tokenizer of a fixed model; memory check, then weights
-//! run_folder   recipe and end of a run
+//! run_folder   recipe of a run
 //! follow    newest checkpoint of a run
 //! model     model to serve: fixed, or a followed run; one replica per device
 //! prompt    conversation or text -> token ids

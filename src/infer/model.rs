@@ -3,9 +3,9 @@
 use super::base::refuse_scores;
 use super::files::{check_memory, no_tokenizer};
 use super::follow::{self, FollowedRun, Follower};
-use super::run_folder::is_run;
 use super::sampling::GenerationConfig;
 use super::{ContextLimit, LoadOptions, ModelFiles, Prompter, device};
+use crate::train::layout::is_run;
 use candle_core::Device;
 use ft_base::terminal::tell;
 use ft_data::PromptFormat;

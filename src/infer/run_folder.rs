@@ -1,14 +1,8 @@
-//! Contents of a run folder.
+//! The recipe of a run folder.
 
-use crate::log::{last_event, read_metrics};
+use crate::log::read_metrics;
 use ft_recipe::Recipe;
-use serde_json::Value;
 use std::path::{Path, PathBuf};
-
-/// Whether a folder is a run folder.
-pub fn is_run(dir: &Path) -> bool {
-    ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
-}
 
 /// The recipe.toml of a run, given the run folder or a folder up to two levels below.
 pub fn recipe_of(folder: &Path) -> Option<PathBuf> {
@@ -31,10 +25,4 @@ pub fn run_recipe(run: &Path) -> ft_base::Result<Recipe> {
         recipe.model.source = source.into();
     }
     Ok(recipe)
-}
-
-/// Returns the last event of a run if it is `end`. Otherwise, the result on disk belongs to an earlier run
-/// or step.
-pub fn end_of(run: &Path) -> Option<Value> {
-    last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")
 }

@@ -1,9 +1,11 @@
 //! Sampling settings.
 
 use super::usage;
+use candle_core::{DType, Device};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use candle_transformers::utils::apply_repeat_penalty;
 use ft_base::store;
+use ft_base::terminal::warn;
 use ft_kernels::Real;
 use serde_json::Value;
 use std::path::Path;
@@ -34,6 +36,23 @@ pub struct SamplingOptions {
 
 /// File of a model's own settings.
 const FILE: &str = "generation_config.json";
+/// Its keys that change replies in transformers, and are not built here: key, value without effect (beside null and an
+/// empty list), whether it matters with `do_sample` only.
+const NOT_BUILT: [(&str, f64, bool); 13] = [
+    ("min_p", 0.0, true),
+    ("typical_p", 1.0, true),
+    ("epsilon_cutoff", 0.0, true),
+    ("eta_cutoff", 0.0, true),
+    ("no_repeat_ngram_size", 0.0, false),
+    ("min_length", 0.0, false),
+    ("min_new_tokens", 0.0, false),
+    ("num_beams", 1.0, false),
+    ("guidance_scale", 1.0, false),
+    ("bad_words_ids", 0.0, false),
+    ("suppress_tokens", 0.0, false),
+    ("begin_suppress_tokens", 0.0, false),
+    ("sequence_bias", 0.0, false),
+];
 
 /// A model's own settings, of its `generation_config.json`. Temperature, top-p and top-k are `None` unless it has
 /// `do_sample`.
@@ -46,7 +65,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads the file in a model folder; without it, the model has no settings.
+    /// Reads the file in a model folder; without it, the model has no settings. Warns of settings that are not built.
     ///
     /// # Errors
     /// An unreadable file; settings out of range.
@@ -56,6 +75,11 @@ impl GenerationConfig {
             return Ok(Self::default());
         };
         let file: Value = serde_json::from_slice(&bytes).map_err(|e| fail(format!("not JSON: {e}")))?;
+        let ignored = not_built(&file);
+        if !ignored.is_empty() {
+            let path = dir.join(FILE);
+            warn(&format!("{}: not built, and ignored: {}", path.display(), ignored.join(", ")));
+        }
         let repetition_penalty = penalty(&file["repetition_penalty"]);
         if repetition_penalty.is_none() && file["repetition_penalty"].is_number() {
             return Err(fail("repetition_penalty is not above 0".into()).into());
@@ -71,6 +95,21 @@ impl GenerationConfig {
         let top_k = file["top_k"].as_u64().and_then(|k| usize::try_from(k).ok());
         Ok(Self { temperature, top_p, top_k, repetition_penalty })
     }
+}
+
+/// Keys of a file with an effect that is not built.
+fn not_built(file: &Value) -> Vec<&'static str> {
+    let samples = file["do_sample"] == true;
+    let has_effect = |key: &str, neutral: f64| match &file[key] {
+        Value::Null => false,
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(map) => !map.is_empty(),
+        value => value.as_f64() != Some(neutral),
+    };
+    let all = NOT_BUILT.into_iter();
+    all.filter(|&(key, neutral, draws)| (samples || !draws) && has_effect(key, neutral))
+        .map(|row| row.0)
+        .collect()
 }
 
 /// Whether settings are in range: temperature at least 0, top-p in (0, 1].
@@ -127,13 +166,20 @@ impl SamplingOptions {
 /// Draws tokens from logits.
 pub struct Sampler {
     draws: LogitsProcessor,
+    /// The `k` of top-k beside top-p. candle's top-p is of all tokens; that of transformers, vLLM and llama.cpp is of
+    /// the `k` most likely ones.
+    k: Option<usize>,
     penalty: f32,
 }
 
 impl Sampler {
     /// A sampler with a repetition penalty; 1 for none.
     pub fn new(seed: u64, sampling: Sampling, penalty: f32) -> Self {
-        Self { draws: LogitsProcessor::from_sampling(seed, sampling), penalty }
+        let (sampling, k) = match sampling {
+            Sampling::TopKThenTopP { k, p, temperature } => (Sampling::TopP { p, temperature }, Some(k)),
+            other => (other, None),
+        };
+        Self { draws: LogitsProcessor::from_sampling(seed, sampling), k, penalty }
     }
 
     /// Draws a token after the tokens `seen`, and appends it to them.
@@ -141,19 +187,38 @@ impl Sampler {
     /// # Errors
     /// A failed tensor operation.
     pub fn draw(&mut self, logits: &Real, seen: &mut Vec<u32>) -> candle_core::Result<u32> {
-        let id = if self.penalty == 1.0 {
-            self.draws.sample(logits)?
-        } else {
-            self.draws.sample(&apply_repeat_penalty(logits, self.penalty, seen)?)?
+        let logits =
+            if self.penalty == 1.0 { logits } else { &apply_repeat_penalty(logits, self.penalty, seen)? };
+        let id = match self.k {
+            None => self.draws.sample(logits)?,
+            Some(k) => {
+                let (ids, logits) = top_k(logits, k)?;
+                ids[self.draws.sample(&logits)? as usize]
+            }
         };
         seen.push(id);
         Ok(id)
     }
 }
 
+/// The tokens with the `k` highest logits, and these logits `[k]`.
+fn top_k(logits: &Real, k: usize) -> candle_core::Result<(Vec<u32>, Real)> {
+    let all: Vec<f32> = logits.to_dtype(DType::F32)?.to_vec1()?;
+    let mut ids: Vec<u32> = (0..all.len() as u32).collect();
+    if k < ids.len() {
+        ids.select_nth_unstable_by(k, |a, b| all[*b as usize].total_cmp(&all[*a as usize]));
+        ids.truncate(k);
+    }
+    let highest: Vec<f32> = ids.iter().map(|id| all[*id as usize]).collect();
+    let highest = Real::new(highest, &Device::Cpu)?;
+    Ok((ids, highest))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+    use std::collections::BTreeSet;
 
     const NONE: SamplingOptions =
         SamplingOptions { temperature: None, top_p: None, top_k: None, repetition_penalty: None, seed: 0 };
@@ -193,6 +258,32 @@ mod tests {
         let mut sampler = options(None).sampler(&model)?;
         assert_eq!(sampler.draw(&logits, &mut vec![0])?, 1);
         Ok(())
+    }
+
+    /// Of 0.4, 0.2 and 0.15, the first two have 0.8 of the sum.
+    #[test]
+    fn top_p_is_of_the_top_k() -> anyhow::Result<()> {
+        let probabilities = [&[0.025f32; 10][..], &[0.2, 0.4, 0.15]].concat();
+        let logits: Vec<f32> = probabilities.iter().map(|p| p.ln()).collect();
+        let logits = Real::new(logits, &Device::Cpu)?;
+        let options = SamplingOptions { top_k: Some(3), top_p: Some(0.75), ..NONE };
+        let mut sampler = options.sampler(&GenerationConfig::default())?;
+        let draw = |_| sampler.draw(&logits, &mut Vec::new());
+        let drawn = (0..100).map(draw).collect::<candle_core::Result<BTreeSet<u32>>>()?;
+        assert_eq!(drawn, BTreeSet::from([10, 11]));
+        Ok(())
+    }
+
+    #[test]
+    fn settings_that_are_not_built_are_named() {
+        let mut file = json!({
+            "do_sample": true, "min_p": 0.1, "typical_p": 1.0, "no_repeat_ngram_size": 3, "num_beams": 1,
+            "bad_words_ids": [[1]], "suppress_tokens": [], "sequence_bias": null, "top_k": 4,
+        });
+        assert_eq!(not_built(&file), ["min_p", "no_repeat_ngram_size", "bad_words_ids"]);
+        file["do_sample"] = json!(false);
+        assert_eq!(not_built(&file), ["no_repeat_ngram_size", "bad_words_ids"]);
+        assert!(not_built(&json!({})).is_empty());
     }
 
     /// Greedy sampling would ignore top-p and top-k.

@@ -1,8 +1,8 @@
 //! Resolves run folders and checkpoints given in place of a model or an adapter.
 
-use super::run_folder::{end_of, is_run, run_recipe};
+use super::run_folder::run_recipe;
 use super::usage;
-use crate::train::layout::{CHECKPOINTS, RESULTS};
+use crate::train::layout::{CHECKPOINTS, RESULTS, end_of, is_run};
 use crate::train::{Job, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};

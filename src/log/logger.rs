@@ -1,5 +1,6 @@
 //! Loggers of the events of `metrics.jsonl`.
 
+use ft_base::error::ExitCode;
 use ft_base::store;
 use serde_json::Value;
 
@@ -26,6 +27,13 @@ const OF_TASKS: &[&str] = &[
     "kd",
     "ce",
 ];
+
+/// Whether an exit code in an event is that of a signal.
+pub fn is_of_signal(code: u64) -> bool {
+    use ExitCode::{HungUp, Interrupted, Requested, Terminated};
+    let code = u8::try_from(code).map(ExitCode::of);
+    matches!(code, Ok(HungUp | Interrupted | Requested | Terminated))
+}
 
 /// Whether an event is of a task with a loss of whole documents, which has no perplexity.
 pub fn is_of_documents(event: &Value) -> bool {

@@ -17,7 +17,7 @@ mod observer;
 mod table;
 mod tensorboard;
 
-pub use logger::{is_of_documents, perplexity};
+pub use logger::{is_of_documents, is_of_signal, perplexity};
 pub use metrics::Metrics;
 pub use metrics::{last as last_event, read as read_metrics, unix_time};
 #[cfg(feature = "hub")]

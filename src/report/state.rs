@@ -2,6 +2,7 @@
 
 use super::metrics::{Metrics, count, text};
 use super::plot::{cut, first_few, plural};
+use crate::log::is_of_signal;
 use serde::Serialize;
 
 /// Status of a run.
@@ -26,7 +27,7 @@ impl State {
             (Some(_), _) => ("finished", "✓", format!("finished: {}", plural(last, "step"))),
             (None, Some(s)) => {
                 let why = match count(s, "code") {
-                    129 | 130 | 143 => "interrupted by a signal",
+                    code if is_of_signal(code) => "interrupted by a signal",
                     6 => "stopped by the guard against numbers that are not finite",
                     8 => "stopped: out of memory",
                     5 => "stopped by the disk",

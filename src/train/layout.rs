@@ -1,12 +1,25 @@
-//! Names of the files and folders of a run.
+//! Names of the files and folders of a run, and its end.
 
+use crate::log::last_event;
 use crate::report::CARD;
 use ft_engine::adapters::Selection;
 use ft_engine::files::{MODEL_FILES, TOKENIZER_FILES};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Folder of the checkpoints in a run folder.
 pub const CHECKPOINTS: &str = "checkpoints";
+
+/// Whether a folder is a run folder.
+pub fn is_run(dir: &Path) -> bool {
+    ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
+}
+
+/// Returns the last event of a run if it is `end`. Otherwise, the result on disk belongs to an earlier run
+/// or step.
+pub fn end_of(run: &Path) -> Option<Value> {
+    last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")
+}
 
 /// Folder of the result in a run folder.
 pub fn result_dir(selection: &Selection, dir: &Path) -> PathBuf {

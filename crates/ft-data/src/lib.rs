@@ -56,5 +56,5 @@ pub use token_cache::stats::{Counts, Drops, Lengths, Stats};
 pub use token_cache::teacher_rows::{TeacherRows, TopTokens};
 pub use tokenize::added::Added;
 pub use tokenize::model_files::{CHAT_TEMPLATE, TOOL_USE, TemplateSource, template_of};
-pub use tokenize::prompt::{PromptConfig, PromptFormat};
+pub use tokenize::prompt::{PromptConfig, PromptFormat, adapter_template};
 pub use tokenize::tokenizer::{Decoder, Tokenizer, TokenizerIdentity};

@@ -8,7 +8,8 @@ use ft_data::{CHAT_TEMPLATE, TOOL_USE};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
 /// Prompt format and chat templates of an adapter, and a tokenizer with its own tokens.
-const WITH_ADAPTER: [&str; 4] = ["ft.json", CHAT_TEMPLATE, TOOL_USE, TOKENIZER];
+const WITH_ADAPTER: [&str; 6] =
+    ["ft.json", CHAT_TEMPLATE, TOOL_USE, TOKENIZER, "tokenizer_config.json", "chat_template.json"];
 /// Files that change tokens.
 const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
@@ -44,7 +45,7 @@ pub(super) fn of_tokens(kind: Kind) -> Vec<&'static str> {
 /// Selects files of a repository. The shards of a selected shard index are added later.
 ///
 /// # Errors
-/// [`Error::NoHubFile`] for a missing required file; [`Error::PickleOnly`].
+/// [`Error::NoHubFile`] for a missing required file; [`Error::IsAdapter`]; [`Error::PickleOnly`].
 pub(super) fn choose(
     repository: &Repository,
     listed: &[(String, u64)],
@@ -69,10 +70,9 @@ pub(super) fn choose(
             ADAPTER.to_vec()
         }
         Kind::Model(_) if has(CONFIG) => vec![CONFIG],
+        Kind::Model(_) if has(ADAPTER[0]) => return Err(Error::IsAdapter { place: repository.id() }),
         Kind::Model(_) => {
-            let hint = if has(ADAPTER[0]) {
-                "; it has adapter_config.json: an adapter, for lora.init or --adapter"
-            } else if listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
+            let hint = if listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
                 "; it has GGUF files: use the safetensors release of the model"
             } else {
                 ""
@@ -84,7 +84,11 @@ pub(super) fn choose(
     if kind == Kind::Model(Want::Weights) {
         // Only one of the two: some repositories contain the same weights twice.
         let weights = [SINGLE, INDEX].into_iter().find(|file| has(file));
-        wanted.push(weights.ok_or_else(|| no_weights(SINGLE, &format!(" (nor {INDEX})")))?);
+        let none = || match has(ADAPTER[0]) {
+            true => Error::IsAdapter { place: repository.id() },
+            false => no_weights(SINGLE, &format!(" (nor {INDEX})")),
+        };
+        wanted.push(weights.ok_or_else(none)?);
     }
     Ok(wanted.into_iter().map(str::to_string).collect())
 }

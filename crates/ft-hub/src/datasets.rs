@@ -89,7 +89,7 @@ pub fn fetch_dataset_with(
             }
             Ok(DatasetFiles { files, notes: Vec::new() })
         }
-        Err(e @ Error::Unreachable { .. }) => match cached() {
+        Err(e) if e.allows_cache() => match cached() {
             Ok(Some(mut found)) => {
                 found.notes.insert(0, format!("{e}\nusing {} from the cache", name.id));
                 Ok(found)

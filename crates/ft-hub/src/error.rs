@@ -31,6 +31,14 @@ pub enum Error {
         /// Actual content of the folder; empty, or starts with a separator.
         hint: &'static str,
     },
+    /// An adapter in the place of a model.
+    #[error(
+        "{place} is an adapter, not a model: it has adapter_config.json\nhint: name it in lora.init, or as --adapter"
+    )]
+    IsAdapter {
+        /// Folder or hub id.
+        place: String,
+    },
     /// Weights only in PyTorch's pickle format, unsafe to load.
     #[error(
         "{place} has weights as PyTorch pickle files only ({file}), which can run code when they are \
@@ -198,6 +206,17 @@ impl Failure for Error {
             Error::Cache { .. } => ExitCode::Storage,
             Error::NoSuchPart { .. } => ExitCode::Data,
             _ => ExitCode::Model,
+        }
+    }
+}
+
+impl Error {
+    /// Whether the cache answers in place of the hub: one that is unreachable or busy, fails, or refuses the token.
+    pub(super) fn allows_cache(&self) -> bool {
+        match self {
+            Error::Unreachable { .. } | Error::Unauthorized { .. } => true,
+            Error::Refused { status, .. } => *status == 429 || *status >= 500,
+            _ => false,
         }
     }
 }

@@ -94,6 +94,13 @@ impl Repository {
         settings.cache.join(format!("{}--{}--{}", self.kind, self.owner, self.name))
     }
 
+    /// Lock file of downloads, beside the locks of `huggingface_hub`.
+    #[cfg(feature = "hub")]
+    pub(super) fn lock(&self, settings: &Settings) -> PathBuf {
+        let folder = self.folder(settings);
+        settings.cache.join(".locks").join(folder.file_name().unwrap_or_default()).join("ft.lock")
+    }
+
     pub(super) fn snapshot(&self, settings: &Settings, commit: &str) -> PathBuf {
         self.folder(settings).join("snapshots").join(commit)
     }

@@ -5,7 +5,7 @@ use super::files::{ADAPTER, CONFIG, Repository, is_commit};
 use super::remote::download;
 use super::request::{Kind, ModelDir, Want};
 use super::settings::Settings;
-use ft_base::store;
+use ft_base::store::{self, INDEX, SINGLE};
 use std::path::PathBuf;
 
 /// Finds a model: a local folder, or `OWNER/NAME` on the hub. Downloads missing files up to level `want`.
@@ -33,13 +33,12 @@ pub fn fetch_model_with(
     progress: bool,
 ) -> Result<ModelDir, Error> {
     if let Some(dir) = local(settings, source)? {
-        if !dir.join(CONFIG).is_file() {
-            let hint = if dir.join(ADAPTER[0]).is_file() {
-                "; it has adapter_config.json: an adapter, for lora.init or --adapter"
-            } else {
-                "; a model's folder has one"
-            };
-            return Err(Error::NoLocalFile { dir, file: CONFIG, hint });
+        let has = |file: &str| dir.join(file).is_file();
+        if has(ADAPTER[0]) && !(has(CONFIG) && (has(SINGLE) || has(INDEX))) {
+            return Err(Error::IsAdapter { place: dir.display().to_string() });
+        }
+        if !has(CONFIG) {
+            return Err(Error::NoLocalFile { dir, file: CONFIG, hint: "; a model's folder has one" });
         }
         return Ok(ModelDir { dir, source: source.into(), revision: None, notes: Vec::new() });
     }
@@ -122,19 +121,22 @@ fn from_hub(
     let found =
         |dir, commit, notes| ModelDir { dir, source: source.to_string(), revision: Some(commit), notes };
     let cached = repository.cached(settings, kind);
+    let is_adapter = || kind != Kind::Adapter && repository.cached(settings, Kind::Adapter).is_ok();
     if settings.offline {
         return match cached {
             Ok((dir, commit)) => Ok(found(dir, commit, Vec::new())),
+            Err(_) if is_adapter() => Err(Error::IsAdapter { place: repository.id() }),
             Err(file) => Err(repository.not_cached(settings, file)),
         };
     }
     match (download(settings, &repository, kind, progress), cached) {
         (Ok((dir, commit)), _) => Ok(found(dir, commit, Vec::new())),
         // at a commit the cache is not out of date, only perhaps without optional files
-        (Err(e), Ok((dir, commit))) if matches!(e, Error::Unreachable { .. }) || is_commit(revision) => {
+        (Err(e), Ok((dir, commit))) if e.allows_cache() || is_commit(revision) => {
             let note = format!("{e}\nusing {source} from the cache, at commit {commit}");
             Ok(found(dir, commit, vec![note]))
         }
+        (Err(e), _) if e.allows_cache() && is_adapter() => Err(Error::IsAdapter { place: repository.id() }),
         (Err(e), _) => Err(e),
     }
 }

@@ -1,6 +1,7 @@
 //! Downloads and uploads through the `hf-hub` crate.
 
 use std::collections::BTreeMap;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,14 +16,16 @@ use super::files::{Repository, is_commit, shards};
 use super::progress::Report;
 use super::request::{Kind, Layout, Push, Want};
 use super::settings::Settings;
-use ft_base::store::{INDEX, human_bytes, write_atomic};
+use ft_base::store::{INDEX, append, folder_of, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 use ft_data::TOOL_USE;
 
 /// Time limit for a connection. The system's limit is minutes in networks with packet loss.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Retries of a request.
+/// Retries of a request, and of downloads in a row without a further whole file.
 const RETRIES: usize = 3;
+/// Pauses before retries have up to 2, 4, 8 times this length.
+const BACKOFF: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 200 });
 /// Endpoints to which no connection came about, with the cause and the time. Models at commits in the cache do not
 /// wait for them again for [`PAUSE`].
 static UNREACHABLE: Mutex<BTreeMap<String, (String, Instant)>> = Mutex::new(BTreeMap::new());
@@ -75,7 +78,7 @@ fn download_with(
     progress: bool,
     retries: usize,
 ) -> Result<(PathBuf, String), Error> {
-    let remote = Remote::connect(settings, repository, retries)?;
+    let remote = Remote::connect(settings, repository, retries, Some(settings.timeout))?;
     let commit = remote.commit()?;
     let listed = remote.list(&commit, false)?;
     let dir = repository.snapshot(settings, &commit);
@@ -110,7 +113,7 @@ pub(super) fn download_dataset(
     choose: &dyn Fn(&Layout) -> Result<Vec<String>, Error>,
     progress: bool,
 ) -> Result<(Layout, Vec<PathBuf>), Error> {
-    let remote = Remote::connect(settings, repository, RETRIES)?;
+    let remote = Remote::connect(settings, repository, RETRIES, Some(settings.timeout))?;
     let (commit, configs) = remote.dataset()?;
     let listed = remote.list(&commit, true)?;
     let layout = Layout { commit, files: listed, configs };
@@ -124,7 +127,8 @@ pub(super) fn download_dataset(
 
 /// Uploads files as a single commit; returns the URL of the repository.
 pub(super) fn upload(settings: &Settings, repository: &Repository, push: &Push) -> Result<String, Error> {
-    Remote::connect(settings, repository, RETRIES)?.push(push)
+    // no limit: the hub may take its time for a commit
+    Remote::connect(settings, repository, RETRIES, None)?.push(push)
 }
 
 /// The first cause of an error.
@@ -140,7 +144,13 @@ struct Remote<'a> {
 }
 
 impl<'a> Remote<'a> {
-    fn connect(settings: &'a Settings, repository: &'a Repository, retries: usize) -> Result<Self, Error> {
+    /// Prepares requests. `silence` is the time limit for the next bytes of an answer.
+    fn connect(
+        settings: &'a Settings,
+        repository: &'a Repository,
+        retries: usize,
+        silence: Option<Duration>,
+    ) -> Result<Self, Error> {
         let hint = match settings.endpoint.is_ascii() {
             true => "",
             false => "\nhint: write a host name with other than ASCII letters in Punycode (xn--..)",
@@ -149,14 +159,17 @@ impl<'a> Remote<'a> {
             id: repository.id(),
             message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {}{hint}", innermost(e))),
         };
-        let http = reqwest::Client::builder().user_agent(AGENT).connect_timeout(CONNECT);
+        let mut http = reqwest::Client::builder().user_agent(AGENT).connect_timeout(CONNECT);
+        if let Some(limit) = silence {
+            http = http.read_timeout(limit);
+        }
         let mut builder = HFClient::builder()
             .client(http.build().map_err(|e| failed(&e))?)
             .endpoint(&settings.endpoint)
             .cache_dir(&settings.cache)
             .user_agent(AGENT)
             .retry_max_attempts(retries)
-            .retry_base_delay(Duration::from_millis(200));
+            .retry_base_delay(BACKOFF);
         if let Some(token) = &settings.token {
             builder = builder.token(token);
         }
@@ -206,8 +219,7 @@ impl<'a> Remote<'a> {
             .collect())
     }
 
-    /// Downloads files missing from the snapshot, and checks their sizes, since the client stores any
-    /// response body, even an error page.
+    /// Downloads files missing from the snapshot. A broken connection costs the files on their way, which begin anew.
     fn fetch(
         &self,
         dir: &Path,
@@ -216,6 +228,48 @@ impl<'a> Remote<'a> {
         listed: &[(String, u64)],
         progress: bool,
     ) -> Result<(), Error> {
+        let id = self.repository.id();
+        let lacking = || self.lacking(dir, wanted, listed);
+        if lacking()?.is_empty() {
+            return Ok(());
+        }
+        // The client waits 10 s for a file of another process, and then gives up all of its own files.
+        let waits = || tell(&format!("{id}: waiting for another process that downloads it"));
+        let _turn = turn(&self.repository.lock(self.settings), &waits);
+        let (mut left, mut broken, mut told) = (lacking()?, 0, false);
+        while !left.is_empty() {
+            match self.fetch_once(commit, &left, progress) {
+                Ok(()) => return self.check(dir, &left),
+                // another program than ft
+                Err(HFError::CacheLockTimeout { .. }) => {
+                    if !std::mem::replace(&mut told, true) {
+                        waits();
+                    }
+                }
+                Err(HFError::Request { source, .. })
+                    if broken < RETRIES && (source.is_body() || source.is_decode()) =>
+                {
+                    broken += 1;
+                    let cause = scrub(self.settings, &innermost(&source));
+                    tell(&format!("{id}: the connection broke ({cause}): downloading the rest again"));
+                }
+                Err(e) => return Err(self.explain(e)),
+            }
+            let before = std::mem::replace(&mut left, lacking()?).len();
+            if left.len() < before {
+                broken = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Files missing from the snapshot, with their sizes; removes those of another size.
+    fn lacking<'w>(
+        &self,
+        dir: &Path,
+        wanted: &'w [String],
+        listed: &[(String, u64)],
+    ) -> Result<Vec<(&'w String, u64)>, Error> {
         let mut lacking = Vec::new();
         for file in wanted {
             let Some((_, size)) = listed.iter().find(|(name, _)| name == file) else {
@@ -228,25 +282,31 @@ impl<'a> Remote<'a> {
             }
             lacking.push((file, *size));
         }
-        if lacking.is_empty() {
-            return Ok(());
-        }
-        let total = lacking.iter().map(|(_, size)| size).sum();
-        let report =
-            progress.then(|| Progress::new(Report::new(&self.repository.id(), lacking.len(), total)));
+        Ok(lacking)
+    }
+
+    /// Downloads files, without a check.
+    fn fetch_once(&self, commit: &str, files: &[(&String, u64)], progress: bool) -> Result<(), HFError> {
+        let total = files.iter().map(|(_, size)| size).sum();
+        let report = progress.then(|| Progress::new(Report::new(&self.repository.id(), files.len(), total)));
         self.api
             .snapshot_download()
             .revision(commit)
-            .allow_patterns(lacking.iter().map(|(file, _)| literal(file)).collect())
+            .allow_patterns(files.iter().map(|(file, _)| literal(file)).collect())
             .max_workers(4)
             .maybe_progress(report)
             .send()
-            .map_err(|e| self.explain(e))?;
-        for (file, wanted) in lacking {
-            let got = size_of(&dir.join(file)).unwrap_or(0);
-            if got != wanted {
-                remove_with_blob(&dir.join(file));
-                let (id, file) = (self.repository.id(), file.clone());
+            .map(drop)
+    }
+
+    /// Checks the sizes of downloaded files, since the client stores any response body, even an error page.
+    fn check(&self, dir: &Path, files: &[(&String, u64)]) -> Result<(), Error> {
+        for (file, wanted) in files {
+            let path = dir.join(file);
+            let got = size_of(&path).unwrap_or(0);
+            if got != *wanted {
+                remove_with_blob(&path);
+                let (id, file, wanted) = (self.repository.id(), (*file).clone(), *wanted);
                 return Err(Error::Incomplete { id, file, got, wanted });
             }
         }
@@ -370,13 +430,29 @@ impl<'a> Remote<'a> {
                 Error::Refused { id, endpoint, status, message }
             }
             HFError::Io(source) => Error::Cache { cache: self.settings.cache.clone(), source },
-            HFError::CacheLockTimeout { path } => self.client_error(format!(
-                "another process is fetching the same file; wait for it ({})",
-                path.display()
+            HFError::Xet { operation, source } => self.client_error(format!(
+                "the hub's xet storage: {} ({operation})\nhint: the network must let the hosts of xethub.hf.co \
+                 through; HF_HUB_DISABLE_XET has no effect in ft",
+                innermost(&*source)
             )),
             other => self.client_error(other.to_string()),
         }
     }
+}
+
+/// Locks the downloads of a repository; calls `waits` if another process has the lock. `None` without file locks.
+fn turn(lock: &Path, waits: &dyn Fn()) -> Option<File> {
+    std::fs::create_dir_all(folder_of(lock)).ok()?;
+    let file = append(lock).ok()?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            waits();
+            file.lock().ok()?;
+        }
+        Err(TryLockError::Error(_)) => return None,
+    }
+    Some(file)
 }
 
 fn size_of(path: &Path) -> Option<u64> {
@@ -435,6 +511,28 @@ fn without_user(endpoint: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hf_hub::XetOperation;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_second_download_waits_for_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = dir.path().join("a/ft.lock");
+        let first = Cell::new(turn(&lock, &|| panic!("nobody has it")));
+        let second = turn(&lock, &|| drop(first.take()));
+        assert!(second.is_some() && first.take().is_none());
+    }
+
+    #[test]
+    fn failures_of_xet_name_its_storage() {
+        let settings = Settings::from_lookup(|_| None);
+        let repository = Repository::parse("owner/name", "main").unwrap();
+        let remote = Remote::connect(&settings, &repository, 0, None).unwrap();
+        let cause = std::io::Error::other("it is blocked");
+        let error = remote.explain(HFError::xet(XetOperation::BatchDownload, cause)).to_string();
+        let wanted = ["owner/name", "xet storage: it is blocked", "HF_HUB_DISABLE_XET has no effect"];
+        assert!(wanted.iter().all(|text| error.contains(text)), "{error}");
+    }
 
     #[test]
     fn secrets_do_not_get_into_messages() {

@@ -3,8 +3,9 @@
 use ft_base::store;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// Hub URL, cache folder and credentials. Variables and precedence follow the Python package
+/// Hub URL, cache folder, credentials and time limit. Variables and precedence follow the Python package
 /// `huggingface_hub`; paths may have a leading `~`, and variables as `$NAME` or `${NAME}`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Settings {
@@ -18,6 +19,8 @@ pub struct Settings {
     pub token: Option<String>,
     /// Offline mode: `HF_HUB_OFFLINE`, or `TRANSFORMERS_OFFLINE`.
     pub offline: bool,
+    /// How long the hub may stay silent while it is read: `HF_HUB_DOWNLOAD_TIMEOUT` in seconds, else a minute.
+    pub timeout: Duration,
     /// The home folder, for `~`.
     pub home: Option<PathBuf>,
 }
@@ -50,6 +53,7 @@ impl Settings {
                 .or_else(|| read(&path("HF_TOKEN_PATH")?))
                 .or_else(|| read(&hf_home.join("token")))
         };
+        let seconds = get("HF_HUB_DOWNLOAD_TIMEOUT").and_then(|s| s.parse::<u64>().ok()).filter(|s| *s > 0);
         Settings {
             endpoint: get("HF_ENDPOINT")
                 .unwrap_or_else(|| "https://huggingface.co".to_string())
@@ -60,6 +64,7 @@ impl Settings {
                 .unwrap_or_else(|| hf_home.join("hub")),
             token,
             offline: is_true(get("HF_HUB_OFFLINE").or_else(|| get("TRANSFORMERS_OFFLINE"))),
+            timeout: Duration::from_secs(seconds.unwrap_or(60)),
             home,
         }
     }
@@ -125,6 +130,8 @@ mod tests {
         assert!(s.offline);
         assert!(!of(&[("HF_HUB_OFFLINE", "0")]).offline);
         assert!(of(&[("TRANSFORMERS_OFFLINE", "1")]).offline);
+        let timeout = |text| of(&[("HF_HUB_DOWNLOAD_TIMEOUT", text)]).timeout.as_secs();
+        assert_eq!(["7", "0", "", "soon"].map(timeout), [7, 60, 60, 60]);
     }
 
     #[test]

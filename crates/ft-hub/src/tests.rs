@@ -101,6 +101,8 @@ mod remote {
         mood: Mood,
         /// Requests to answer with status 503 first.
         busy: usize,
+        /// File bodies to cut in half first.
+        cut: usize,
         /// `METHOD file` of file requests, and the `Authorization` header of the last one.
         asked: Vec<String>,
         authorization: String,
@@ -123,6 +125,7 @@ mod remote {
                 files,
                 mood: Mood::Serves,
                 busy: 0,
+                cut: 0,
                 asked: Vec::new(),
                 authorization: String::new(),
                 posted: Vec::new(),
@@ -186,7 +189,10 @@ mod remote {
             body.len()
         );
         stream.write_all(head.as_bytes())?;
-        if method != "HEAD" {
+        if method == "GET" && shared.cut > 0 && path.contains("/resolve/") {
+            shared.cut -= 1;
+            stream.write_all(&body[..body.len() / 2])?;
+        } else if method != "HEAD" {
             stream.write_all(&body)?;
         }
         stream.flush()?;
@@ -403,6 +409,67 @@ mod remote {
         assert!(error.to_string().contains("model-00002-of-00002.safetensors"), "{error}");
         get(&online, Want::Weights).unwrap();
         get(&offline, Want::Weights).unwrap();
+    }
+
+    /// A branch may have moved since.
+    #[test]
+    fn a_hub_that_fails_or_refuses_the_token_leaves_the_cache() {
+        let files: [(&str, &[u8]); 3] =
+            [("config.json", b"{}"), ("model.safetensors", b"x"), ("rows/train-0.jsonl", b"{}\n")];
+        let hub = Hub::new(&files);
+        let (home, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let s = settings(home.path(), &hub.endpoint);
+        let get = || fetch_model_with(&s, "owner/name", "main", Want::Weights, false);
+        let rows = || {
+            let name = DatasetName { id: "owner/name", revision: "main", config: None, split: Some("train") };
+            fetch_dataset_with(&s, Some(kept.path()), name, false)
+        };
+        let (model, data) = (get().unwrap(), rows().unwrap());
+        for (status, said) in [(401, "HF_TOKEN"), (429, "answered 429"), (500, "500"), (503, "503")] {
+            hub.mood(Mood::Refuses(status, ""));
+            let (again, same) = (get().unwrap(), rows().unwrap());
+            assert_eq!((&again.dir, &same.files), (&model.dir, &data.files), "{status}");
+            for note in [&again.notes[0], &same.notes[0]] {
+                assert!(note.contains(said) && note.contains("from the cache"), "{note}");
+            }
+        }
+        for (status, code) in [(404, "RevisionNotFound"), (418, "")] {
+            hub.mood(Mood::Refuses(status, code));
+            assert!(get().is_err() && rows().is_err(), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_connection_that_breaks_is_made_again() {
+        let hub = Hub::new(&[("config.json", b"{\"model_type\": \"qwen2\"}")]);
+        let fetch = |cut: usize| {
+            let home = tempfile::tempdir().unwrap();
+            let s = settings(home.path(), &hub.endpoint);
+            hub.shared.lock().unwrap().cut = cut;
+            let found = fetch_model_with(&s, "owner/name", "main", Want::Config, false);
+            assert!(s.cache.join(".locks/models--owner--name/ft.lock").is_file());
+            (found.map(|found| fs::read(found.dir.join("config.json")).unwrap()), hub.got().len())
+        };
+        let (text, requests) = fetch(3);
+        assert_eq!((text.unwrap().as_slice(), requests), (&b"{\"model_type\": \"qwen2\"}"[..], 4));
+        let (none, requests) = fetch(9);
+        assert!(matches!(none, Err(Error::Unreachable { .. })) && requests == 4, "{none:?}");
+    }
+
+    #[test]
+    fn a_silent_hub_is_left_for_the_cache() {
+        // connections come about, and wait
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let home = tempfile::tempdir().unwrap();
+        let s = Settings { timeout: Duration::from_millis(20), ..settings(home.path(), &endpoint) };
+        let dir = s.cache.join("models--owner--name/snapshots").join(COMMIT);
+        fs::create_dir_all(&dir).unwrap();
+        for name in ["config.json", "tokenizer.json"] {
+            fs::write(dir.join(name), "{}").unwrap();
+        }
+        let found = fetch_model_with(&s, "owner/name", COMMIT, Want::Tokenizer, false).unwrap();
+        assert!(found.dir == dir && found.notes[0].contains("cannot reach the hub"), "{found:?}");
     }
 
     #[test]
@@ -698,13 +765,28 @@ mod remote {
             ("adapter_config.json", b"{}"),
             ("adapter_model.safetensors", b"x"),
             ("adapter_model.bin", b"pickle"),
-            ("tokenizer.json", b"{}"),
+            // files of equal content come once
+            ("tokenizer.json", b"{\"t\": 1}"),
+            ("tokenizer_config.json", b"{\"chat_template\": \"{{ messages }}\"}"),
+            ("chat_template.json", b"{\"chat_template\": \"\"}"),
         ]);
         let s = settings(home.path(), &hub.endpoint);
         let dir = fetch_adapter_with(&s, "owner/name", "main", false).unwrap();
-        assert_eq!(hub.got(), ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]);
+        assert_eq!(
+            hub.got(),
+            [
+                "adapter_config.json",
+                "adapter_model.safetensors",
+                "chat_template.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+            ]
+        );
+        let as_model = |s: &Settings| fetch_model_with(s, "owner/name", "main", Want::Weights, false);
+        assert!(matches!(as_model(&s).unwrap_err(), Error::IsAdapter { .. }));
         let offline = Settings { offline: true, ..s };
         assert_eq!(fetch_adapter_with(&offline, "owner/name", "main", false).unwrap(), dir);
+        assert!(matches!(as_model(&offline).unwrap_err(), Error::IsAdapter { .. }));
 
         let home = tempfile::tempdir().unwrap();
         let hub = Hub::new(&[("adapter_config.json", b"{}"), ("adapter_model.bin", b"pickle")]);

@@ -62,20 +62,30 @@ impl Client {
     /// Creates a run with its first tags, and its experiment if missing. Returns the id of the run;
     /// [`Client::describe`] follows.
     pub fn create(&self, experiment: &str, name: &str, tags: &Pairs, time: u64) -> Result<String, Failure> {
-        let experiment = match self.post("experiments/create", &json!({"name": experiment})) {
-            Ok(answer) => answer["experiment_id"].clone(),
-            Err(Failure::Refused(code, _)) if code == "RESOURCE_ALREADY_EXISTS" => {
-                let query = [("experiment_name", experiment)];
-                let call = self.call(Method::GET, "mlflow/experiments/get-by-name").query(&query);
-                self.send(call)?["experiment"]["experiment_id"].clone()
+        let experiment = match self.experiment(experiment) {
+            Err(Failure::Refused(code, _)) if code == "RESOURCE_DOES_NOT_EXIST" => {
+                match self.post("experiments/create", &json!({"name": experiment})) {
+                    // by another run since
+                    Err(Failure::Refused(code, _)) if code == "RESOURCE_ALREADY_EXISTS" => {
+                        self.experiment(experiment)?
+                    }
+                    created => created?["experiment_id"].clone(),
+                }
             }
-            Err(e) => return Err(e),
+            found => found?,
         };
         let tags = pairs(tags.chunks(MOST).next().unwrap_or_default());
         let run = json!({"experiment_id": experiment, "run_name": name, "start_time": time, "tags": tags});
         let answer = self.post("runs/create", &run)?;
         let id = answer["run"]["info"]["run_id"].as_str();
         id.map(String::from).ok_or_else(|| Failure::Unreachable("its answer names no run".into()))
+    }
+
+    /// Id of an experiment.
+    fn experiment(&self, name: &str) -> Result<Value, Failure> {
+        let query = [("experiment_name", name)];
+        let call = self.call(Method::GET, "mlflow/experiments/get-by-name").query(&query);
+        Ok(self.send(call)?["experiment"]["experiment_id"].clone())
     }
 
     /// Adds further tags and the parameters to a run. May be repeated.

@@ -8,7 +8,7 @@ mod samples;
 #[cfg(test)]
 mod tests;
 
-use super::logger::{Logger, scalars};
+use super::logger::{Logger, is_of_signal, scalars};
 use client::{Client, Failure, Pairs, metric};
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -320,7 +320,7 @@ impl MlFlowRun {
 fn status(event: &Value) -> Option<&'static str> {
     match (event["event"].as_str()?, event["code"].as_u64()) {
         ("end", _) => Some("FINISHED"),
-        ("stopped", Some(129 | 130 | 143)) => Some("KILLED"),
+        ("stopped", Some(code)) if is_of_signal(code) => Some("KILLED"),
         ("stopped", _) => Some("FAILED"),
         _ => None,
     }

@@ -113,6 +113,49 @@ fn a_run_is_sent_whole_and_resumed_under_its_id() -> Result<()> {
     Ok(())
 }
 
+/// The user may have no right to create one.
+#[test]
+fn an_experiment_is_created_only_if_it_is_missing() -> Result<()> {
+    const LOOK: &str = "GET experiments/get-by-name?experiment_name=ft";
+    const CREATE: &str = "POST experiments/create";
+    let dir = tempfile::tempdir()?;
+    for (missing, created, wanted) in [
+        (0, (403, json!({"error_code": "PERMISSION_DENIED"})), vec![LOOK]),
+        (9, (200, json!({"experiment_id": "7"})), vec![LOOK, CREATE]),
+        // by another run, after the first look
+        (1, (400, json!({"error_code": "RESOURCE_ALREADY_EXISTS"})), vec![LOOK, CREATE, LOOK]),
+    ] {
+        let looks = AtomicU64::new(0);
+        let (url, calls) = server(move |call| match call {
+            LOOK if looks.fetch_add(1, Ordering::Relaxed) < missing => {
+                (404, json!({"error_code": "RESOURCE_DOES_NOT_EXIST"}))
+            }
+            LOOK => (200, json!({"experiment": {"experiment_id": "7"}})),
+            CREATE => created.clone(),
+            "POST runs/create" => (200, json!({"run": {"info": {"run_id": "r1"}}})),
+            _ => (200, json!({})),
+        })?;
+        let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
+        board.write(&step(1))?;
+        board.close();
+        assert_eq!((board.missing(), board.said), (0, false));
+        let all: Vec<Call> = calls.try_iter().collect();
+        let asked: Vec<&str> =
+            all.iter().map(|c| c.0.as_str()).filter(|c| c.contains("experiments/")).collect();
+        assert_eq!(asked, wanted);
+        let run = all.iter().find(|c| c.0 == "POST runs/create").context("a run")?;
+        assert_eq!(run.1["experiment_id"], "7");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_status_of_a_run_is_that_of_its_end() {
+    let stopped = |code: u64| status(&json!({"event": "stopped", "code": code}));
+    assert_eq!([129, 130, 138, 143].map(stopped), [Some("KILLED"); 4]);
+    assert_eq!([1, 6, 8].map(stopped), [Some("FAILED"); 3]);
+}
+
 /// A run that ends without a last event has failed; one that the server forgot is created anew.
 #[test]
 fn a_run_without_an_end_has_failed() -> Result<()> {

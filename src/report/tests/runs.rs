@@ -124,9 +124,9 @@ fn a_killed_run_leaves_half_a_line() -> Result<()> {
 
 #[test]
 fn the_reason_of_a_stop_is_shown() -> Result<()> {
-    for (code, says_so) in
-        [(130, "interrupted by a signal"), (6, "not finite"), (8, "out of memory"), (1, "an error")]
-    {
+    let signals = [129, 130, 138, 143].map(|code| (code, "interrupted by a signal"));
+    let errors = [(6, "not finite"), (8, "out of memory"), (1, "an error")];
+    for (code, says_so) in signals.into_iter().chain(errors) {
         let why = "step 3: the loss is not right\n  rows: 1, 2\n  hint: look";
         let event = json!({"event": "stopped", "step": 2, "code": code, "why": why});
         let html = whole(&folder(&[start(9), step(1, 1.0), step(2, 1.0), event])?)?;

@@ -11,6 +11,7 @@ use ft_hub::{ModelDir, Settings, Want};
 use ft_plan::resolve;
 use ft_recipe::{Facts, Recipe, Token, Weights};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Finds the folder of the model, and downloads missing files as far as `want` requires.
@@ -48,7 +49,7 @@ pub fn tokenizer(
         Token::Text(text) => Some(text.as_str()),
         Token::Id(_) => None,
     });
-    let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
+    let tokenizer = tokenizer_of((dir, adapter), template.as_deref(), texts)?;
     if let Some((name, known)) = tokenizer.as_ref().and_then(|t| t.unread(&recipe.data.template)) {
         let key = format!("data.template.{name}");
         let why = match ft_recipe::nearest(name, known) {
@@ -67,12 +68,30 @@ pub fn tokenizer(
     Ok(tokenizer)
 }
 
-/// Tokens of an adapter in addition to the vocabulary of the base.
-pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
-    match adapter.filter(|a| !a.config.tokens().is_empty()) {
-        Some(a) => Ok(Added::of_adapter(&a.dir)?),
-        None => Ok(Added::default()),
+/// Loads the tokenizer of a model folder, with a chat template in place of its own, with the tokens that an adapter
+/// adds, and with `texts` as further tokens. Warns about trained tokens that it lacks.
+pub fn tokenizer_of<'a>(
+    (dir, adapter): (&Path, Option<&Adapter>),
+    template: Option<&Path>,
+    texts: impl IntoIterator<Item = &'a str>,
+) -> ft_base::Result<Option<Tokenizer>> {
+    let adapter = adapter.filter(|a| a.config.trains_tokens());
+    let added = adapter.map_or_else(|| Ok(Added::default()), |a| Added::of_adapter(&a.dir))?;
+    let tokenizer = Tokenizer::load_with(dir, template, &added.and(texts))?;
+    if let (Some(a), Some(t)) = (adapter, &tokenizer) {
+        let ids: BTreeSet<u32> = a.config.tokens().iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
+        let unknown: Vec<String> =
+            ids.into_iter().filter(|id| !t.has(*id)).map(|id| id.to_string()).collect();
+        if !unknown.is_empty() {
+            warn(&format!(
+                "{}: trainable_token_indices: no tokenizer has the tokens {}\n  hint: put the tokenizer.json that the \
+                 adapter was trained with beside it",
+                a.config.file,
+                unknown.join(", "),
+            ));
+        }
     }
+    Ok(tokenizer)
 }
 
 /// Opens the adapter named in `lora.init`, and downloads it if necessary.

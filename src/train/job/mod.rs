@@ -14,4 +14,4 @@ pub mod sources;
 pub use device::{device, dtype, one_device};
 pub use ft_plan::resolve::{check_model, with_head};
 pub use job::Job;
-pub use lookup::{adapter, added, config, facts, model, samples, selection, token_rows, tokenizer};
+pub use lookup::{adapter, config, facts, model, samples, selection, token_rows, tokenizer, tokenizer_of};

@@ -97,11 +97,9 @@ impl Merging<'_> {
         let folders = (self.dir, out.as_path());
         let of_base = (&base.config, base.files());
         layout::write(of_base, folders, merge.config(), merge.dtype(), merge.entries(), &mut get)?;
-        if !adapter.config.tokens().is_empty() {
-            let tokenizer = Tokenizer::load_with(self.dir, None, &job::added(Some(adapter))?)?;
-            if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
-                store::write_atomic(&out.join(TOKENIZER), file)?;
-            }
+        let tokenizer = job::tokenizer_of((self.dir, Some(adapter)), None, [])?;
+        if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
+            store::write_atomic(&out.join(TOKENIZER), file)?;
         }
         PromptConfig::copy(&adapter.dir, &out)?;
         let merged = self.compare(&merge, &out, target)?;

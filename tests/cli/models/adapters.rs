@@ -1,6 +1,6 @@
 //! Training from an adapter, and merging.
 
-use crate::world::{World, recipe, reference};
+use crate::world::{World, merged, recipe, reference, repository};
 use serde_json::json;
 
 /// A world with a model on disk; `rules` select the trained modules.
@@ -187,6 +187,35 @@ fn adapters_of_peft_are_used_as_they_are() {
         let r = w.ft(&[&on[..], &["model.source=other/model", "--overwrite"]].concat());
         assert!(r.code == 4 && r.err.contains("base_layer") && r.err.contains("another model"), "{}", r.err);
     }
+}
+
+/// Older versions of transformers write the template as a key of `tokenizer_config.json`.
+#[test]
+fn an_adapter_answers_with_its_own_chat_template() {
+    let w = World::new();
+    let source = format!("source = {:?}", repository().join("data/model"));
+    let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 2\n";
+    w.write("r.toml", recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &source));
+    w.ok(&["run", "r.toml", "run.output=a", "run.steps=1"]);
+    let of = |text: &str| format!("{{{{ raise_exception('{text}') }}}}");
+    let template = of("own template");
+    let config = merged(w.json("a/adapter/tokenizer_config.json"), &json!({"chat_template": template}));
+    w.write("a/adapter/tokenizer_config.json", config.to_string());
+    let chat = ["chat", "a/adapter", "--prompt", "x", "--max-tokens", "1"];
+    // beside ft.json, the tokenizer is the base's
+    w.ok(&chat);
+    std::fs::remove_file(w.path("a/adapter/ft.json")).expect("removed");
+    let r = w.ft(&chat);
+    assert!(r.code == 4 && r.err.contains("own template"), "{}: {}", r.code, r.err);
+    w.write("t.jinja", of("another template"));
+    let r = w.ft(&[&chat[..], &["--chat-template", "t.jinja"]].concat());
+    assert!(r.code == 4 && r.err.contains("another template"), "{}: {}", r.code, r.err);
+    w.ok(&["merge", "a/adapter", "--out", "m"]);
+    w.ok(&["export", "a/adapter", "--to", "vllm", "--out", "v"]);
+    assert_eq!(
+        ["m", "v"].map(|dir| w.text(&format!("{dir}/chat_template.jinja"))),
+        [&template; 2].map(Clone::clone)
+    );
 }
 
 /// A layer range beyond the last layer trains the existing layers, with one warning per command.

@@ -1,7 +1,9 @@
-//! Text models within vision checkpoints, with linear attention and fused experts; checkpoints in 8 bits.
+//! Text models within vision checkpoints, with linear attention and fused experts; checkpoints in 8 bits; names of
+//! tensors that only transformers maps.
 
 use crate::world::{World, recipe, repository};
-use ft::files::TensorFiles;
+use candle_core::{DType, Device, Tensor};
+use ft::files::{TensorFiles, write_file};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -97,6 +99,76 @@ fn adapters_of_a_release_have_the_names_of_transformers_5() {
     let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
     let again = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
     assert!((again - end).abs() <= 1e-6 * end, "{again} read again, {end} in the run");
+}
+
+/// Training on the text model's own class gives its names; suffixes of names choose linears of a tower too.
+#[test]
+fn adapters_of_other_programs_fit_a_vision_checkpoint() {
+    let (w, _) = world("families/gemma3/model_nested", DENSE);
+    w.ok(&["run", "r.toml", "run.output=a", "run.steps=2"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let path = w.path("a/adapter/adapter_model.safetensors");
+    let files = TensorFiles::open_file(&path).expect("an adapter");
+    let read = |n: &str| files.tensor(n, DType::F32, &Device::Cpu).expect("a tensor");
+    let held: Vec<(String, Tensor)> = files.names().map(|n| (n.to_string(), read(n))).collect();
+    let eval = ["eval", "r.toml", "--json", "--adapter", "a/adapter"];
+
+    const TOWER: &str = "base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj";
+    for (value, code) in [(0f32, 0), (1.0, 4)] {
+        let mut all = held.clone();
+        for (half, rows, cols) in [("A", 3usize, 8usize), ("B", 8, 3)] {
+            let values = Tensor::full(value, (rows, cols), &Device::Cpu).expect("values");
+            all.push((format!("{TOWER}.lora_{half}.weight"), values));
+        }
+        write_file(&path, &all, &[("format", "pt")]).expect("written");
+        for r in [w.ft(&eval), w.ft(&["merge", "a/adapter", "--out", &format!("m{code}")])] {
+            assert_eq!(r.code, code, "{}", r.err);
+            assert!(
+                code == 0 || r.err.contains(TOWER) && r.err.contains("the text model alone"),
+                "{}",
+                r.err
+            );
+        }
+    }
+
+    let alone = |n: &str| n.replace("model.language_model.", "model.");
+    let all: Vec<_> = held.iter().map(|(n, t)| (alone(n), t.clone())).collect();
+    write_file(&path, &all, &[("format", "pt")]).expect("written");
+    let module =
+        |n: &String| Some(n.strip_prefix("base_model.model.")?.strip_suffix(".lora_A.weight")?.to_string());
+    let mut config = w.json("a/adapter/adapter_config.json");
+    config["target_modules"] = json!(all.iter().filter_map(|(n, _)| module(n)).collect::<Vec<_>>());
+    w.write("a/adapter/adapter_config.json", config.to_string());
+    let again = w.ok(&eval).loss();
+    assert!((again - end).abs() <= 1e-6 * end, "{again} read again, {end} in the run");
+}
+
+/// A base model's checkpoint lacks the prefix (Qwen3-Embedding), and a tied one of safetensors' `save_model` has the
+/// head's name alone. Both train as the model with a head, and are written under its names.
+#[test]
+fn names_of_a_base_model_and_of_a_tied_head_are_found() {
+    let (w, model) = world("reference/qwen3-dense/model", DENSE);
+    let step = |run: &str, source: &str| {
+        let set = [format!("run.output={run}"), format!("model.source={source}")];
+        w.ok(&["run", "r.toml", "run.steps=1", &set[0], &set[1]]);
+    };
+    step("whole", &model);
+    let files = TensorFiles::open_model(Path::new(&model)).expect("a model");
+    for (of, from, to) in [("base", "model.", ""), ("head", "model.embed_tokens.", "lm_head.")] {
+        w.copy(&model, "other");
+        let renamed = |name: &str| {
+            let own = files.tensor(name, DType::F32, &Device::Cpu).expect("a tensor");
+            (name.replacen(from, to, 1), own)
+        };
+        let held: Vec<_> = files.names().map(renamed).collect();
+        write_file(&w.path("other/model.safetensors"), &held, &[]).expect("written");
+        step(of, &w.path("other").display().to_string());
+        assert_eq!(w.steps(of), w.steps("whole"), "{of}");
+        let out = format!("merged-{of}");
+        w.ok(&["merge", &format!("{of}/adapter"), "--out", &out]);
+        let merged = tensors(&w.path(&out));
+        assert!(tensors(Path::new(&model)).keys().eq(merged.keys()), "{of}: {:?}", merged.keys());
+    }
 }
 
 /// Generation holds the state of linear layers.

@@ -241,6 +241,16 @@ fn sampling_parameters_have_their_effect() {
     let text = |i: usize| answer["choices"][i]["text"].as_str().expect("a text").to_string();
     assert_eq!([text(0), text(2)], [said(json!({"max_tokens": 8})), text(0)]);
     assert_eq!(text(1), said(json!({"prompt": "a", "max_tokens": 8})));
+    // A long prompt in a list leaves less of the context to its own reply alone.
+    let ids = tokenizer().encode("The sky").expect("ids");
+    let list = json!({"prompt": [vec![5; 510], ids], "max_tokens": 24, "temperature": 2, "seed": 3});
+    let (status, answer) = s.post("/v1/completions", list);
+    assert_eq!((status, answer["choices"][1]["text"].as_str()), (200, Some(drawn.as_str())), "{answer}");
+    // Without a seed, each reply of a list is drawn anew.
+    let equal = json!({"prompt": vec!["The sky"; 8], "max_tokens": 24, "temperature": 2});
+    let (_, answer) = s.post("/v1/completions", equal);
+    let first = &answer["choices"][0]["text"];
+    assert!((1..8).any(|i| answer["choices"][i]["text"] != *first), "{answer}");
 }
 
 /// Variables of one request change its text alone.

@@ -65,7 +65,8 @@ pub fn template_of(dir: &Path) -> Result<Option<TemplateSource>, Error> {
     find_template(dir, None, &read_object(dir, CONFIG)?)
 }
 
-/// Finds the chat template: the explicit file, a template file of the folder, or a config key.
+/// Finds the chat template: the explicit file, or its key in a file of a tokenizer; a template file of the folder; a
+/// config key.
 fn find_template(
     dir: &Path,
     given: Option<&Path>,
@@ -88,6 +89,9 @@ fn find_template(
             }
             _ => Error::tokenizer(path, format!("cannot be read: {e}")),
         })?;
+        if path.file_name().is_some_and(|name| name == CONFIG || name == TEMPLATES[1]) {
+            return template_key(&object(path, &bytes)?, path);
+        }
         // an adapter has a template for tools beside its own, or a copy of the model's template
         let is_own = read(dir, TEMPLATES[0])?.is_some_and(|own| own == bytes);
         return source(path, bytes, [folder_of_template(path), is_own.then_some(dir)]).map(Some);
@@ -159,9 +163,13 @@ pub(super) fn read(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, Error> {
 
 /// Reads a JSON object from a file of a model folder; empty if missing.
 fn read_object(dir: &Path, name: &str) -> Result<Map<String, Value>, Error> {
-    let Some(bytes) = read(dir, name)? else { return Ok(Map::new()) };
-    let fail = |why: String| Error::tokenizer(&dir.join(name), why);
-    match serde_json::from_slice(&bytes) {
+    read(dir, name)?.map_or(Ok(Map::new()), |bytes| object(&dir.join(name), &bytes))
+}
+
+/// Parses a JSON object of a file.
+fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, Error> {
+    let fail = |why: String| Error::tokenizer(path, why);
+    match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(fail("not a JSON object".into())),
         Err(e) => Err(fail(format!("not JSON: {e}"))),

@@ -1,6 +1,6 @@
 //! Prompt format of a trained model, so that inference prompts match the training text.
 
-use super::model_files::{CHAT_TEMPLATE, TOOL_USE, TemplateSource};
+use super::model_files::{CHAT_TEMPLATE, TOOL_USE, TemplateSource, template_of};
 use super::tokenizer::Tokenizer;
 use crate::error::Error;
 use crate::shape::alpaca::alpaca_prompt;
@@ -128,12 +128,8 @@ impl PromptConfig {
     /// A file that cannot be written.
     pub fn save(&self, dir: &Path, chat_template: Option<&TemplateSource>) -> Result<(), store::Error> {
         store::write_json(&dir.join(FILE), self)?;
-        let Some(template) = chat_template.filter(|_| self.form == PromptFormat::Chat) else { return Ok(()) };
-        write_template(dir, template.default.as_bytes())?;
-        template
-            .tool_use
-            .iter()
-            .try_for_each(|text| store::write_atomic(&dir.join(TOOL_USE), text.as_bytes()))
+        let template = chat_template.filter(|_| self.form == PromptFormat::Chat);
+        template.map_or(Ok(()), |template| write_template(dir, template))
     }
 
     /// Reads the prompt format from a folder; `None` if absent.
@@ -147,26 +143,49 @@ impl PromptConfig {
         })
     }
 
-    /// Copies the prompt format between folders.
+    /// Copies the prompt format of an adapter to a folder.
     ///
     /// # Errors
-    /// Files that cannot be read or written.
-    pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
-        if let Some(template) = store::read_if_there(from, CHAT_TEMPLATE, store::LARGEST)? {
+    /// Files that are invalid, or cannot be read or written.
+    pub fn copy(from: &Path, to: &Path) -> Result<(), Error> {
+        if let Some(template) = adapter_template(from, to)? {
             write_template(to, &template)?;
         }
-        [FILE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
+        Ok([FILE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))?)
     }
 }
 
-/// Replaces the chat template of a folder by another one, and removes the template for tools, which belongs to
-/// the old one.
-fn write_template(dir: &Path, template: &[u8]) -> Result<(), store::Error> {
-    if store::read_if_there(dir, CHAT_TEMPLATE, store::LARGEST)?.is_some_and(|old| old == template) {
-        return Ok(());
+/// The chat template of an adapter, unless it is that of `base`, the folder of a model.
+///
+/// # Errors
+/// Existing files that are invalid.
+pub fn adapter_template(adapter: &Path, base: &Path) -> Result<Option<TemplateSource>, Error> {
+    let is_there = |file: &str| adapter.join(file).is_file();
+    if is_there(CHAT_TEMPLATE) {
+        return template_of(adapter);
     }
-    store::write_atomic(&dir.join(CHAT_TEMPLATE), template)?;
-    store::remove_if_there(&dir.join(TOOL_USE))
+    // ft writes no other template than that; the files of the tokenizer beside its adapters are the base's
+    if is_there(FILE) {
+        return Ok(None);
+    }
+    let Some(own) = template_of(adapter)? else { return Ok(None) };
+    // a base with the same template may have another one for tools, in a file
+    let is_same = |base: TemplateSource| {
+        base.default == own.default && (own.tool_use.is_none() || own.tool_use == base.tool_use)
+    };
+    let is_base = template_of(base)?.is_some_and(is_same);
+    Ok(Some(own).filter(|_| !is_base))
+}
+
+/// Replaces the chat templates of a folder. A template for tools belongs to the old one, and is removed.
+fn write_template(dir: &Path, template: &TemplateSource) -> Result<(), store::Error> {
+    let new = template.default.as_bytes();
+    if store::read_if_there(dir, CHAT_TEMPLATE, store::LARGEST)?.is_none_or(|old| old != new) {
+        store::write_atomic(&dir.join(CHAT_TEMPLATE), new)?;
+        store::remove_if_there(&dir.join(TOOL_USE))?;
+    }
+    let tool_use = template.tool_use.iter();
+    tool_use.map(String::as_bytes).try_for_each(|text| store::write_atomic(&dir.join(TOOL_USE), text))
 }
 
 #[cfg(test)]
@@ -201,6 +220,35 @@ mod tests {
         assert!(!to.join(TOOL_USE).exists());
         trained.save(from, Some(&given("{{ messages }}", Some("{{ tools }}"))))?;
         assert_eq!(std::fs::read_to_string(from.join(TOOL_USE))?, "{{ tools }}");
+        Ok(())
+    }
+
+    #[test]
+    fn an_adapter_s_template_in_a_config_is_its_own() -> anyhow::Result<()> {
+        let dirs = [tempfile::tempdir()?, tempfile::tempdir()?];
+        let [adapter, base] = dirs.each_ref().map(|d| d.path());
+        let write = |dir: &Path, file: &str, template: Value| {
+            std::fs::write(dir.join(file), json!({"chat_template": template}).to_string())
+        };
+        let own = || anyhow::Ok(adapter_template(adapter, base)?.map(|t| (t.default, t.tool_use)));
+        assert_eq!(own()?, None);
+        write(base, "tokenizer_config.json", json!("{{ a }}"))?;
+        write(adapter, "tokenizer_config.json", json!("{{ b }}"))?;
+        assert_eq!(own()?, Some(("{{ b }}".into(), None)));
+        write(adapter, "chat_template.json", json!("{{ c }}"))?;
+        assert_eq!(own()?, Some(("{{ c }}".into(), None)));
+        PromptConfig::copy(adapter, base)?;
+        assert_eq!(std::fs::read_to_string(base.join(CHAT_TEMPLATE))?, "{{ c }}");
+        assert_eq!(own()?, None, "the base has the same");
+        let list = [("default", "{{ c }}"), ("tool_use", "{{ tools }}")];
+        let list = list.map(|(name, template)| json!({"name": name, "template": template}));
+        write(adapter, "chat_template.json", json!(list))?;
+        assert_eq!(own()?, Some(("{{ c }}".into(), Some("{{ tools }}".into()))));
+        // ft wrote the adapter
+        std::fs::write(adapter.join(FILE), "{}")?;
+        assert_eq!(own()?, None);
+        std::fs::write(adapter.join(CHAT_TEMPLATE), "{{ d }}")?;
+        assert_eq!(own()?, Some(("{{ d }}".into(), None)));
         Ok(())
     }
 }

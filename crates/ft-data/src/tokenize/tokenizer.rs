@@ -283,12 +283,17 @@ impl Tokenizer {
     /// Returns a streaming decoder.
     pub fn decoder(&self, skip_special: bool) -> Decoder<'_> {
         let inner = self.inner.decode_stream(skip_special);
-        Decoder { inner, held: Vec::new(), skip_special, tokenizer: self }
+        Decoder { inner, held: Vec::new(), last: None, skip_special, tokenizer: self }
     }
 
     /// The id of a token by exact spelling.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
+    }
+
+    /// Whether a token has this id.
+    pub fn has(&self, id: u32) -> bool {
+        self.inner.id_to_token(id).is_some()
     }
 
     /// End-of-sequence ids, ascending.
@@ -436,29 +441,57 @@ pub struct Decoder<'a> {
     >,
     /// Ids since the last text.
     held: Vec<u32>,
+    /// The id that completed the last text.
+    last: Option<u32>,
     skip_special: bool,
     tokenizer: &'a Tokenizer,
 }
 
 impl Decoder<'_> {
     /// The text completed by `id`, if any. With byte fallback, an invalid byte also changes the text of valid bytes
-    /// before it, and the library's stream fails: the pending ids are then decoded apart, and the stream begins anew.
+    /// before it, and the library's stream fails: then as [`Self::flush`].
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
     pub fn step(&mut self, id: u32) -> Result<Option<String>, Error> {
         self.held.push(id);
         let tokenizer = self.tokenizer;
-        let text = match tokenizer.call(|| self.inner.step(id)) {
-            Ok(None) => return Ok(None),
-            Ok(Some(text)) => text,
-            Err(_) => {
-                self.inner = tokenizer.inner.decode_stream(self.skip_special);
-                tokenizer.call(|| tokenizer.inner.decode(&self.held, self.skip_special))?
+        let stepped = tokenizer.call(|| self.inner.step(id));
+        if !matches!(stepped, Ok(None)) {
+            self.last = Some(id);
+        }
+        match stepped {
+            Ok(Some(text)) => {
+                self.held.clear();
+                Ok(Some(text))
             }
-        };
+            Ok(None) => Ok(None),
+            Err(_) => self.flush().map(Some),
+        }
+    }
+
+    /// Number of ids since the last text.
+    pub fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// The text of the ids since the last text, apart. The stream begins anew.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn flush(&mut self) -> Result<String, Error> {
+        let tokenizer = self.tokenizer;
+        let text = tokenizer.call(|| tokenizer.inner.decode(&self.held, self.skip_special))?;
         self.held.clear();
-        Ok(Some(text))
+        self.inner = tokenizer.inner.decode_stream(self.skip_special);
+        // context: the first word of a stream may lose its space
+        if let Some(id) = self.last
+            && tokenizer.call(|| self.inner.step(id))?.is_none()
+        {
+            // only a part of a character
+            self.inner = tokenizer.inner.decode_stream(self.skip_special);
+        }
+        Ok(text)
     }
 }
 

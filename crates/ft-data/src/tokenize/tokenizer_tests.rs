@@ -32,12 +32,22 @@ fn bytes_without_a_character_do_not_end_a_stream() {
         (file["normalizer"], file["pre_tokenizer"], file["post_processor"]) = Default::default();
         file["model"] = json!({"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": true});
         let space = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});
-        file["decoder"] =
-            json!({"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]});
+        let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+        let decoders = [space, json!({"type": "ByteFallback"}), json!({"type": "Fuse"}), strip];
+        file["decoder"] = json!({"type": "Sequence", "decoders": decoders});
     });
+    let text = |ids: &[u32]| -> String {
+        let mut decoder = t.decoder(true);
+        ids.iter().filter_map(|id| decoder.step(*id).unwrap()).collect()
+    };
+    assert_eq!(text(&[1, 2, 3, 4, 1, 4]), "\n\u{fffd}\u{fffd} ok\n ok");
+    // the space of a word that follows
+    assert_eq!(text(&[1, 2, 4, 4]), "\n\u{fffd} ok ok");
     let mut decoder = t.decoder(true);
-    let text: String = [1, 2, 3, 4, 1, 4].into_iter().filter_map(|id| decoder.step(id).unwrap()).collect();
-    assert_eq!(text, "\n\u{fffd}\u{fffd} ok\n ok");
+    let steps = [4, 2, 2].map(|id| decoder.step(id).unwrap());
+    assert_eq!((steps, decoder.held()), ([Some("ok".into()), None, None], 2));
+    assert_eq!((decoder.flush().unwrap(), decoder.held()), ("\u{fffd}\u{fffd}".into(), 0));
+    assert_eq!(decoder.step(4).unwrap(), Some(" ok".into()));
 }
 
 /// Random concatenations of strings relevant to pre-tokenizers.

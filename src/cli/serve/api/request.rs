@@ -4,7 +4,7 @@ use super::error::ApiError;
 use super::parameters::Parameters;
 use super::prompt;
 use super::response::Endpoint;
-use crate::cli::serve::generate::{Generation, random};
+use crate::cli::serve::generate::{Generation, Prompt};
 use crate::cli::serve::state::ServerState;
 use crate::infer::ContextLimit;
 use crate::infer::sampling::{SamplingOptions, penalty};
@@ -71,8 +71,7 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
         }
     };
     let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
-    let longest = prompts.iter().map(|p| p.ids.len()).max().unwrap_or(0);
-    let (asked, limit) = max_tokens(state, &mut p, endpoint, echo, longest)?;
+    let (asked, limit) = max_tokens(state, &mut p, endpoint, echo, &prompts)?;
     if echo && let Some(alternatives) = logprobs {
         check_echo(alternatives, prompts.iter().map(|p| p.ids.len()).sum())?;
     }
@@ -86,6 +85,7 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
     let generation = Generation {
         prompts,
         max_tokens,
+        context: state.context.tokens,
         stop,
         sampling,
         seed,
@@ -155,14 +155,14 @@ fn chat_logprobs(p: &mut Parameters) -> Result<Option<usize>, ApiError> {
 /// A limit in a request, and its parameter.
 type Asked = (&'static str, usize);
 
-/// Token limits of a reply to prompts of at most `longest` tokens, of the request and the one that holds; 0 only beside
-/// an echo.
+/// Token limits of the replies to prompts, of the request and the one that holds; 0 only beside an echo. After each
+/// prompt, the rest of the context is a further one.
 fn max_tokens(
     state: &ServerState,
     p: &mut Parameters,
     endpoint: Endpoint,
     echo: bool,
-    longest: usize,
+    prompts: &[Prompt],
 ) -> Result<(Option<Asked>, usize), ApiError> {
     let least = u64::from(!echo);
     let count = |v: &Value| v.as_u64().filter(|n| *n >= least).and_then(|n| usize::try_from(n).ok());
@@ -178,8 +178,9 @@ fn max_tokens(
     let asked = newer.map(|n| (LIMITS[0], n)).or(older.map(|n| (LIMITS[1], n)));
     let tokens_asked = asked.map(|(_, n)| n);
     let ContextLimit { model, tokens } = state.context;
-    let left = tokens.saturating_sub(longest);
-    if longest > tokens || (left == 0 && tokens_asked != Some(0)) {
+    let lengths = || prompts.iter().map(|prompt| prompt.ids.len());
+    let (shortest, longest) = (lengths().min().unwrap_or(0), lengths().max().unwrap_or(0));
+    if longest > tokens || (longest == tokens && tokens_asked != Some(0)) {
         let why = match state.context.is_of_memory() {
             true => format!(" in the memory of this server (the model is made for {model})"),
             false => String::new(),
@@ -190,7 +191,7 @@ fn max_tokens(
         let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
         return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
     }
-    Ok((asked, reply_limit(tokens_asked, state.max_tokens).min(left)))
+    Ok((asked, reply_limit(tokens_asked, state.max_tokens).min(tokens - shortest)))
 }
 
 /// Token limit of a reply, from those of the request and of the server.
@@ -232,11 +233,11 @@ fn limit_scored(asked: Option<Asked>, limit: usize, scored: usize) -> Result<usi
     }
 }
 
-/// How to sample, the repetition penalty, and the seed.
+/// How to sample, the repetition penalty, and the seed, if one is given.
 fn sampling(
     state: &ServerState,
     p: &mut Parameters,
-) -> Result<(candle_transformers::generation::Sampling, f32, u64), ApiError> {
+) -> Result<(candle_transformers::generation::Sampling, f32, Option<u64>), ApiError> {
     let number = |range: fn(f64) -> bool| move |v: &Value| v.as_f64().filter(|n| range(*n));
     let in_range = number(|t| (0.0..=2.0).contains(&t));
     let temperature = p.read("temperature", "a number from 0 to 2", in_range)?;
@@ -246,8 +247,8 @@ fn sampling(
     let top_k = p.read("top_k", "a whole number, or 0 or -1 for all", count)?;
     let repetition_penalty = p.read("repetition_penalty", "a number above 0", penalty)?;
     let whole = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|n| n as u64));
-    let seed = p.read("seed", "a whole number", whole)?.unwrap_or_else(random);
-    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed };
+    let seed = p.read("seed", "a whole number", whole)?;
+    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed: 0 };
     let (sampling, penalty) = options.sampling(&state.generation)?;
     Ok((sampling, penalty, seed))
 }

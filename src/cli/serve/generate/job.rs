@@ -10,11 +10,15 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 /// The prompts of one request, and how to continue each.
 pub struct Generation {
     pub prompts: Vec<Prompt>,
+    /// Most tokens of a reply.
     pub max_tokens: usize,
+    /// Most tokens of a prompt and its reply.
+    pub context: usize,
     /// Stop strings.
     pub stop: Vec<String>,
     pub sampling: Sampling,
-    pub seed: u64,
+    /// Without one, each reply is drawn by a random seed.
+    pub seed: Option<u64>,
     /// As in `SamplingOptions`; 1 for none.
     pub repetition_penalty: f32,
     /// Alternatives per token; `None` without log-probabilities.

@@ -1,6 +1,6 @@
 //! One reply: sampling, stop strings, log-probabilities, the echo of the prompt.
 
-use super::job::{FinishReason, Generation, Prompt};
+use super::job::{FinishReason, Generation, Prompt, random};
 use super::scores::Token;
 use super::stop::StopStrings;
 use crate::infer::sampling::Sampler;
@@ -48,7 +48,8 @@ pub(super) fn reply(
     } else if g.continues {
         text.read_all(&prompt.ids[prompt.ids.len().saturating_sub(CONTEXT)..])?;
     }
-    if g.max_tokens == 0 {
+    let most = g.max_tokens.min(g.context.saturating_sub(prompt.ids.len()));
+    if most == 0 {
         return Ok((FinishReason::Length, 0));
     }
     let logits = match logits {
@@ -57,7 +58,7 @@ pub(super) fn reply(
     };
     let mut stream = ReplyStream {
         tokenizer,
-        sampler: Sampler::new(g.seed, g.sampling.clone(), g.repetition_penalty),
+        sampler: Sampler::new(g.seed.unwrap_or_else(random), g.sampling.clone(), g.repetition_penalty),
         seen: prompt.ids.clone(),
         logprobs: g.logprobs,
         stops: StopStrings::new(g.stop.clone()),
@@ -66,7 +67,7 @@ pub(super) fn reply(
         waiting: Vec::new(),
         send,
     };
-    let reply = generate::reply(reader, tokenizer, logits, text.decoder, g.max_tokens, &mut stream)?;
+    let reply = generate::reply(reader, tokenizer, logits, text.decoder, most, &mut stream)?;
     let stopped = stream.finish() || reply.ended;
     Ok((if stopped { FinishReason::Stop } else { FinishReason::Length }, reply.tokens))
 }
@@ -101,16 +102,13 @@ fn scored(
 
 /// Decoded text of a prompt.
 struct Text<'a> {
-    tokenizer: &'a Tokenizer,
     decoder: Decoder<'a>,
-    /// Tokens without text yet.
-    held: Vec<u32>,
     all: String,
 }
 
 impl<'a> Text<'a> {
     fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, decoder: tokenizer.decoder(true), held: Vec::new(), all: String::new() }
+        Self { decoder: tokenizer.decoder(true), all: String::new() }
     }
 
     /// Appends tokens; returns the characters before each. Bytes that make no character end a word, as their decoder
@@ -120,16 +118,11 @@ impl<'a> Text<'a> {
         let mut count = 0;
         for id in ids {
             offsets.push(count);
-            self.held.push(*id);
-            let piece = match self.decoder.step(*id) {
-                Ok(None) if self.held.len() < HELD => continue,
-                Ok(Some(piece)) => piece,
-                Ok(None) | Err(_) => {
-                    self.decoder = self.tokenizer.decoder(true);
-                    self.tokenizer.decode(&self.held)?
-                }
+            let piece = match self.decoder.step(*id)? {
+                Some(piece) => piece,
+                None if self.decoder.held() < HELD => continue,
+                None => self.decoder.flush()?,
             };
-            self.held.clear();
             count += piece.chars().count();
             self.all.push_str(&piece);
         }

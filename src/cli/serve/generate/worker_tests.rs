@@ -74,9 +74,10 @@ fn job(number: u32) -> (Job, mpsc::UnboundedReceiver<Event>) {
     let generation = Generation {
         prompts: vec![Prompt { ids: vec![number], text: None }],
         max_tokens: 1,
+        context: 512,
         stop: Vec::new(),
         sampling: Sampling::ArgMax,
-        seed: 0,
+        seed: None,
         repetition_penalty: 1.0,
         logprobs: None,
         echo: false,
