@@ -4,7 +4,7 @@ use super::eval::{evaluate, probe};
 use super::job::Job;
 use super::preference::{ReferenceInputs, reference_model};
 use super::ranks::RunInputs;
-use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
+use super::step::{Gather, LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
 use super::{Error, Options, Outcome, output};
 use crate::log::{Event, Observer};
 use candle_core::Tensor;
@@ -13,7 +13,6 @@ use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::optim::Schedule;
 use ft_engine::ranks::{self, Threads};
-use ft_engine::walk::NoHooks;
 use ft_hub::Want;
 use ft_plan::{Plan, Workload};
 use ft_recipe::{Part, Recipe};
@@ -180,6 +179,10 @@ impl Session {
         &self.plan
     }
 
+    fn gather(&self) -> Gather<'_> {
+        Gather::new(&self.model.decoder, &self.model.params, &self.alone)
+    }
+
     fn context(&self) -> TrainContext<'_> {
         TrainContext::new(&self.job, &self.model, &self.alone, self.plan.execution, self.loss_scale)
     }
@@ -204,12 +207,17 @@ impl Session {
     /// Mean loss and number of targets on the evaluation data, or without any, on the training data.
     ///
     /// # Errors
-    /// Errors of the device.
+    /// A task with a reference, without evaluation data: the reference of the training data is of the rows in the steps
+    /// alone. Errors of the device.
     pub fn evaluate(&self) -> ft_base::Result<(f64, usize)> {
         let part = if self.eval.is_some() { Part::Eval } else { Part::Train };
+        if part == Part::Train && self.job.recipe.task.has_reference() {
+            let why = "is missing; the reference of the training data is of the rows in the steps alone";
+            return Err(Error::at(&self.job.recipe, "data.eval", format!("data.eval {why}")).into());
+        }
         let data = self.eval.as_ref().unwrap_or(&self.data);
         let cx = self.context();
-        let of = evaluate(&cx.scorer(&NoHooks), data, cx.objective(part), &|| 0)?;
+        let of = evaluate(&cx.scorer(&self.gather()), data, cx.objective(part), &|| 0)?;
         Ok((of.loss, of.targets))
     }
 
@@ -219,7 +227,7 @@ impl Session {
     /// No such row; errors of the device.
     pub fn logits(&self, row: usize) -> ft_base::Result<Tensor> {
         let m = Micro::collate(&self.data, &[row])?;
-        probe(&self.model.decoder, &NoHooks, &m, &self.job.device)
+        probe(&self.model.decoder, &self.gather(), &m, &self.job.device)
     }
 
     /// Writes the adapter or the model below `dir`, reads it back, and compares logits. Returns the folder,

@@ -1,6 +1,6 @@
 //! Cross-entropy over the classes, from the scores of documents.
 
-use super::confusion::Confusion;
+use super::class_counts::ClassCounts;
 use crate::train::eval::Evaluation;
 use crate::train::preference::{Scorer, Tally, samples_of};
 use crate::train::step::Stop;
@@ -87,12 +87,12 @@ impl<'a> Classes<'a> {
         };
         let micro = |chunk: &[u32]| Micro::of_samples(data, chunk);
         let words = scorer.words(&samples, &micro, &words, stop, &|_| ())?;
-        let (mut confusion, mut tally) = (Confusion::new(self.names.len()), Tally::default());
+        let (mut counts, mut tally) = (ClassCounts::new(self.names.len()), Tally::default());
         for [loss, weight, class, predicted] in words.as_chunks().0 {
             tally.classified(f64::from_bits(*loss), f64::from_bits(*weight), predicted == class);
-            confusion.add(*class as usize, *predicted as usize);
+            counts.add(*class as usize, *predicted as usize);
         }
-        let (loss, metrics) = (tally.class_loss(), confusion.metrics(self.names));
+        let (loss, metrics) = (tally.class_loss(), counts.metrics(self.names));
         Ok(Evaluation { loss, targets: samples.len(), metrics })
     }
 }

@@ -1,11 +1,11 @@
 //! Task `classify`: cross-entropy over the classes, accuracy and F1.
 //!
 //! ```text
-//! classes      loss and its gradient, from the scores of documents
-//! confusion    counts of true and predicted classes
+//! class_counts    counts of true and predicted classes
+//! classes         loss and its gradient, from the scores of documents
 //! ```
 
+mod class_counts;
 mod classes;
-mod confusion;
 
 pub use classes::Classes;

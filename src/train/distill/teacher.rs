@@ -7,7 +7,7 @@ use ft_base::store::AtomicFolder;
 use ft_base::terminal::rows_bar;
 use ft_data::{Dataset, Micro, Teacher, TeacherRows, Tokenizer};
 use ft_engine::model::{Batch, Decoder};
-use ft_engine::walk::Walk;
+use ft_engine::walk::{NotFinite, Walk};
 use ft_recipe::Part;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -53,7 +53,8 @@ fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(
 /// source, to a new folder.
 ///
 /// # Errors
-/// A teacher with another tokenizer; rows of preferences; unreadable rows; device errors; an existing folder.
+/// A teacher with another tokenizer, or with logits that are not finite; a task with losses of whole documents;
+/// unreadable rows; device errors; an existing folder.
 pub fn write_teacher(
     job: &Job,
     teacher: &TeacherModel<'_>,
@@ -61,8 +62,8 @@ pub fn write_teacher(
     out: &Path,
 ) -> ft_base::Result<TeacherFiles> {
     let recipe = &job.recipe;
-    if recipe.task.prefers() {
-        let why = "ft logits has no values of pairs and rated completions";
+    if recipe.task.has_objective() {
+        let why = "ft logits has values of tokens; this task's losses are of whole documents";
         return Err(Error::at(recipe, "task", why).into());
     }
     if !(1..=Teacher::MOST_KEPT).contains(&k) {
@@ -115,7 +116,7 @@ impl Pass<'_> {
             let mut rows = TeacherRows::create(&self.folder.join(&name), self.by.clone())?;
             let samples: Vec<u32> = samples.map(|i| i as u32).collect();
             for chunk in samples.chunks(self.job.recipe.run.micro_rows.count().max(1)) {
-                files.targets += self.rows(data, chunk, &mut rows)?;
+                files.targets += self.rows((word, data), chunk, &mut rows)?;
                 bar.inc(chunk.len() as u64);
             }
             let (count, bytes) = rows.finish()?;
@@ -141,8 +142,13 @@ impl Pass<'_> {
     }
 
     /// Writes samples with the teacher's values; returns the number of targets.
-    fn rows(&self, data: &Dataset, samples: &[u32], to: &mut TeacherRows) -> ft_base::Result<usize> {
-        let TeacherModel { decoder, device, .. } = self.teacher;
+    fn rows(
+        &self,
+        (part, data): (&str, &Dataset),
+        samples: &[u32],
+        to: &mut TeacherRows,
+    ) -> ft_base::Result<usize> {
+        let TeacherModel { name, decoder, device, .. } = self.teacher;
         let m = Micro::of_samples(data, samples)?;
         let batch = Batch::new(&decoder.config, (&m).into(), (0, 0), None, device)?;
         let top = Walk::new(decoder, None, 0).top(&batch, (self.k, self.job.config.vocab))?;
@@ -150,6 +156,10 @@ impl Pass<'_> {
         for sample in samples {
             let Some(e) = data.samples.get(*sample as usize)? else { continue };
             let (own, rest) = left.split_at(e.targets().min(left.len()));
+            if own.iter().flatten().any(|(_, logit)| !logit.is_finite()) {
+                let what = format!("{name}, data.{part}.{} line {}", e.source, e.line);
+                return Err(NotFinite { what, hint: "hint: compare with ft chat --dtype f32" }.into());
+            }
             to.push(&e, own)?;
             left = rest;
         }

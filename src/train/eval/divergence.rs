@@ -6,6 +6,7 @@ use crate::train::step::{StepOutput, TrainContext};
 use candle_core::DType;
 use ft_data::Micro;
 use ft_kernels::to_host;
+use ft_recipe::Task;
 
 /// Number of steps without a gradient between checks of the logits.
 const CHECK_EVERY: u64 = 3;
@@ -32,6 +33,10 @@ impl DivergenceCheck {
         row: impl FnOnce() -> ft_base::Result<Micro>,
         (step, last): (u64, bool),
     ) -> ft_base::Result<()> {
+        // a score has none to compare with, and pairs far apart have no gradient
+        if cx.job.recipe.task == Task::Reward {
+            return Ok(());
+        }
         self.steps = if output.grad_norm == 0.0 && output.targets > 0 { self.steps + 1 } else { 0 };
         if self.steps == 0 || !(last || self.steps.is_multiple_of(CHECK_EVERY)) {
             return Ok(());

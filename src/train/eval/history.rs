@@ -44,6 +44,18 @@ impl EvalHistory {
         out
     }
 
+    /// Leaves evaluations of other data than that of hash `data` out of the events of a run. Returns the number of them.
+    pub fn only_of(events: &mut Vec<Value>, data: Option<&str>) -> usize {
+        let (before, mut is_other) = (events.len(), false);
+        events.retain(|e| {
+            if let Some(hash) = e["data"]["eval"].as_str() {
+                is_other = Some(hash) != data;
+            }
+            !(is_other && e["event"] == "eval")
+        });
+        before - events.len()
+    }
+
     /// The value of an evaluation that the history compares.
     pub fn value_of(&self, evaluation: &Evaluation) -> f64 {
         match self.by {
@@ -141,6 +153,28 @@ mod tests {
         assert_eq!((b.best(), b.is_exhausted(1)), (Some((10, 0.7)), true));
         assert!(!b.record(30, 0.7) && b.record(40, 0.8));
         assert_eq!(b.told(0.8), "accuracy 0.8000");
+    }
+
+    #[test]
+    fn evaluations_of_other_data_are_left_out() {
+        let start = |hash: Option<&str>| json!({"event": "start", "data": {"eval": hash}});
+        let eval = |step: u64| json!({"event": "eval", "step": step, "loss": 1.0});
+        let all = [
+            start(None),
+            eval(10),
+            start(Some("a")),
+            eval(20),
+            start(Some("b")),
+            eval(30),
+            start(Some("a")),
+            eval(40),
+        ];
+        for (data, steps) in [("a", &[10, 20, 40][..]), ("b", &[10, 30]), ("c", &[10])] {
+            let mut events = all.to_vec();
+            assert_eq!(EvalHistory::only_of(&mut events, Some(data)), 4 - steps.len());
+            let left: Vec<u64> = events.iter().filter_map(|e| e["step"].as_u64()).collect();
+            assert_eq!(left, steps, "{data}");
+        }
     }
 
     /// Values of a resumed run are those that it wrote, to the bit.

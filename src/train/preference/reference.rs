@@ -39,14 +39,20 @@ fn index(part: Part) -> usize {
 }
 
 impl ReferenceScores {
-    /// Sums of a sample; 0 without a reference.
+    /// Sums of a sample; 0 without a reference, NaN of a sample that the reference was not computed of.
     pub fn of(&self, part: Part, sample: u32) -> [f64; 2] {
-        self.samples[index(part)].get(sample as usize).map_or([0.0; 2], |bits| bits.map(f64::from_bits))
+        let sums = self.samples[index(part)].get(sample as usize).map(|bits| bits.map(f64::from_bits));
+        sums.unwrap_or([self.other(); 2])
     }
 
-    /// Sum of the completion of the row before; 0 without a reference.
+    /// Sum of the completion of the row before; as in [`Self::of`].
     pub fn of_crossed(&self, part: Part, place: usize) -> f64 {
-        self.crossed[index(part)].get(place).map_or(0.0, |bits| f64::from_bits(*bits))
+        self.crossed[index(part)].get(place).map_or(self.other(), |bits| f64::from_bits(*bits))
+    }
+
+    /// Sum of a sample without a value.
+    fn other(&self) -> f64 {
+        if self.samples.iter().all(Vec::is_empty) { 0.0 } else { f64::NAN }
     }
 }
 

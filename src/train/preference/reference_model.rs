@@ -3,11 +3,12 @@
 use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::job::hash::{adapter_hash, model_hash};
-use crate::train::layout::RESULTS;
+use crate::train::layout::{RESULTS, end_of, is_run};
 use ft_engine::adapters::{Adapter, TrainedPart};
 use ft_hub::Want;
 use ft_plan::InferenceMemory;
 use ft_recipe::{Init, Method, Recipe, Reference, Weights};
+use std::path::{Path, PathBuf};
 
 /// The recipe with another model, or an adapter over its own, in place of the model that trains. A run stands for its
 /// result. `None` if `preference.reference` names no other model.
@@ -17,9 +18,7 @@ pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
         return None;
     }
     let named = recipe.resolve(other);
-    let is_run = named.join("recipe.toml").is_file();
-    let result = RESULTS.iter().map(|r| named.join(r)).find(|r| is_run && r.is_dir());
-    let folder = result.unwrap_or(named);
+    let folder = result_of(&named).unwrap_or(named);
     let source = if folder.is_dir() { folder.display().to_string() } else { other.clone() };
     let mut recipe = recipe.clone();
     recipe.train.clear();
@@ -36,9 +35,29 @@ pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
     Some(recipe)
 }
 
+/// Folder of the result of a run.
+fn result_of(run: &Path) -> Option<PathBuf> {
+    RESULTS.iter().map(|r| run.join(r)).find(|r| is_run(run) && r.is_dir())
+}
+
 /// The job of [`recipe_of`], on the device of `job`.
+///
+/// # Errors
+/// A run that has not ended; errors of the model.
 pub fn job(job: &Job) -> ft_base::Result<Option<Job>> {
     let Some(recipe) = recipe_of(&job.recipe) else { return Ok(None) };
+    if let Reference::Other(other) = &job.recipe.preference.reference {
+        let run = job.recipe.resolve(other);
+        if is_run(&run) && end_of(&run).is_none() {
+            let earlier = result_of(&run);
+            let earlier = earlier.map(|r| format!("; or name {}, the result of an earlier run", r.display()));
+            let why = format!(
+                "{other}: this run has not ended\n  hint: ft run --resume ends it{}",
+                earlier.unwrap_or_default()
+            );
+            return Err(Error::at(&job.recipe, "preference.reference", why).into());
+        }
+    }
     let opened = Job::open_frozen(recipe, Want::Weights, true)?;
     Ok(Some(Job { device: job.device.clone(), dtype: job.dtype, ..opened }))
 }

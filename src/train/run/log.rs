@@ -81,7 +81,7 @@ impl RunLog {
     pub fn start(
         &mut self,
         cx: &TrainContext<'_>,
-        data: &Dataset,
+        (data, eval): (&Dataset, Option<&Dataset>),
         (done, total): (u64, usize),
         identity: &BTreeMap<String, String>,
         monitor: &MemoryMonitor,
@@ -108,7 +108,8 @@ impl RunLog {
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
-            "data": {"rows_read": data.stats.rows_read, "cut": data.stats.truncated, "left_out": data.stats.drops},
+            "data": {"rows_read": data.stats.rows_read, "cut": data.stats.truncated, "left_out": data.stats.drops,
+                "eval": eval.map(|e| &e.hash)},
             "rows": data.rows.len(), "samples": data.samples.len(), "steps": total, "given": job.recipe.given(),
             "plan": monitor.json(),
         });

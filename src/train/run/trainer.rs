@@ -21,6 +21,7 @@ use ft_base::error::ExitCode;
 use ft_base::memory::place;
 use ft_base::store;
 use ft_base::store::checkpoint::Checkpoints;
+use ft_base::terminal::{plural, warn};
 use ft_data::Micro;
 use ft_engine::params::build::unreached;
 use ft_engine::walk::{Times, generate};
@@ -70,7 +71,14 @@ impl<'a> Trainer<'a> {
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);
         let mut log = RunLog::open(dir, &job.recipe, resumed, run.total(), (rates, run.inputs.schedule))?;
         run.options.observer.iter().for_each(|observer| log.metrics.observe(observer.clone()));
-        let events = read_metrics(&dir.join("metrics.jsonl"))?;
+        let mut events = read_metrics(&dir.join("metrics.jsonl"))?;
+        let others = EvalHistory::only_of(&mut events, run.inputs.eval.as_deref().map(|e| e.hash.as_str()));
+        if others > 0 && (job.recipe.run.keep_best || job.recipe.run.patience > 0) {
+            warn(&format!(
+                "data.eval: {} of other data: not compared with those to come (run.keep_best, run.patience)",
+                plural(others, "evaluation")
+            ));
+        }
         let history = if job.recipe.run.keep_best {
             EvalHistory::with_checkpoints(job.recipe.run.best, events, &run.checkpoints, run.done())
         } else {
@@ -126,10 +134,8 @@ impl<'a> Trainer<'a> {
             if self.is_due(run.save_every, step + 1) {
                 self.save()?;
             }
-            // The checkpoint comes first, so that an error in the evaluation loses no step.
             if self.is_due(run.eval_every, step + 1) {
-                self.evaluate()?;
-                self.sample()?;
+                self.evaluate().and_then(|()| self.sample()).map_err(|e| self.after_intact(e))?;
             }
         }
         self.check_signal()
@@ -145,7 +151,7 @@ impl<'a> Trainer<'a> {
         let (run, job) = (self.run, self.cx.job);
         self.log.start(
             &self.cx,
-            &run.inputs.data,
+            (&run.inputs.data, run.inputs.eval.as_deref()),
             (self.done, run.total()),
             run.identity.get()?,
             &self.monitor,
@@ -202,11 +208,31 @@ impl<'a> Trainer<'a> {
                 Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
                     self.recompute_more(step as u64, e)?;
                 }
-                Err(e) => return Err(e),
+                Err(e) => return Err(self.after_intact(e)),
             }
         };
-        self.cx.update(&input, &output, times)?;
-        Ok(output)
+        match self.cx.update(&input, &output, times) {
+            Err(e) if matches!(e.of(), Some(Error::NonFinite { .. })) => Err(self.after_intact(e)),
+            outcome => outcome.map(|()| output),
+        }
+    }
+
+    /// Before an error that has left the weights of the last step as they are, saves a checkpoint of that step, beside
+    /// all others. Not with several ranks, which can have failed too, nor with updates in the backward pass.
+    fn after_intact(&mut self, e: ft_base::Error) -> ft_base::Error {
+        let is_saved = self.done == 0 || self.saved == Some(self.done);
+        let is_alone = self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
+        if is_saved || !is_alone || matches!(e.of(), Some(Error::Abandoned(_))) {
+            return e;
+        }
+        match self.save_keeping(usize::MAX) {
+            Ok(()) => self.log.line(&format!(
+                "a checkpoint of step {} is written before the error: --resume goes on from it",
+                self.done
+            )),
+            Err(other) => warn(&format!("no checkpoint of step {} is written: {other}", self.done)),
+        }
+        e
     }
 
     /// Switches to an execution with less memory and the same bits, with a warning. Returns the error if
@@ -327,6 +353,11 @@ impl<'a> Trainer<'a> {
 
     /// Saves a checkpoint of the completed steps, unless it exists.
     fn save(&mut self) -> ft_base::Result<()> {
+        self.save_keeping(self.cx.job.recipe.run.keep)
+    }
+
+    /// As [`Self::save`], and keeps the newest `keep` checkpoints.
+    fn save_keeping(&mut self, keep: usize) -> ft_base::Result<()> {
         let (step, params) = (self.done, &self.cx.model.params);
         if self.saved == Some(step) {
             return Ok(());
@@ -342,7 +373,7 @@ impl<'a> Trainer<'a> {
         ranks::save(&self.cx, draft.path())?;
         let run = &self.cx.job.recipe.run;
         let best = self.history.best().filter(|_| run.keep_best).map(|(step, _)| step);
-        draft.commit(run.keep, best)?;
+        draft.commit(keep, best)?;
         self.saved = Some(step);
         self.log.checkpoint(step, &self.run.checkpoints.folder(step))
     }

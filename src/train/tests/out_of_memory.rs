@@ -77,6 +77,13 @@ fn out_of_memory_ends_a_run_where_no_plan_takes_less_or_it_comes_late() -> Resul
         }
         assert_eq!(events(&out, "stopped")?.len(), 1, "{name}");
         assert!(!out.join("adapter").exists(), "{name}");
+        // no step is lost
+        assert_eq!(out.join("checkpoints/step-00000003").is_dir(), name == "late", "{name}");
     }
+    let late = dir.path().join("late");
+    run(recipe(&late, &[])?, &Options { resume: true, ..Options::default() })?;
+    let (plain, done) = train(dir.path(), "plain", &[]);
+    done?;
+    assert!(adapter(&late)? == adapter(&plain)?, "another result");
     Ok(())
 }

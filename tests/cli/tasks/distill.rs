@@ -184,6 +184,26 @@ fn logits_of_a_teacher_are_those_of_transformers() {
     assert!(r.code != 0 && r.err.contains("nf4"), "{}", r.err);
     let r = w.ft(&["logits", &teacher, "r.toml", "--out", "none", "--top-k", "0"]);
     assert!(r.code == 2 && r.err.contains("--top-k 0: 1 to 512"), "{}", r.err);
+    // a teacher whose activations overflow
+    let files = TensorFiles::open_model(Path::new(&teacher)).expect("a model");
+    let scaled = |name: &str| {
+        let t = files.tensor(name, DType::F32, &Device::Cpu).expect("a tensor");
+        let t = if name == "model.layers.1.mlp.up_proj.weight" { (t * 1e30).expect("huge") } else { t };
+        (name.to_string(), t)
+    };
+    let tensors: Vec<(String, Tensor)> = files.names().map(scaled).collect();
+    w.write("broken/config.json", std::fs::read(format!("{teacher}/config.json")).expect("a config"));
+    ft::files::write_file(&w.path("broken/model.safetensors"), &tensors, &[]).expect("written");
+    let r = w.ft(&["logits", "broken", "r.toml", "--out", "none"]);
+    let said = ["broken, data.train.0 line 1", "not finite"];
+    assert!(r.code == 6 && said.iter().all(|s| r.err.contains(s)), "{} {}", r.code, r.err);
+    // tasks with losses of whole documents
+    let scores = ["task=classify", "classify.num_labels=2", "data.train=[{source='rows.jsonl'}]"];
+    for set in [&scores[..], &["task=reward", "data.train=[{source='rows.jsonl'}]"]] {
+        let r = w.ft(&[&["logits", &teacher, "r.toml", "--out", "none"], set].concat());
+        assert!(r.code == 2 && r.err.contains("losses are of whole documents"), "{}", r.err);
+    }
+    assert!(!w.path("none").exists());
 }
 
 /// Rows belong to a tokenizer and a chat template.

@@ -194,6 +194,14 @@ fn unusable_reference_models_are_refused() {
     }
     let r = w.ft(&["run", "r.toml", "preference.reference=wide"]);
     assert!(r.err.contains("a vocabulary of 50 tokens"), "{}", r.err);
+    let events = w.text("wide/metrics.jsonl");
+    w.write(
+        "wide/metrics.jsonl",
+        events.lines().filter(|l| !l.contains("\"end\"")).fold(String::new(), |a, l| a + l + "\n"),
+    );
+    let r = w.ft(&["run", "r.toml", "preference.reference=wide"]);
+    let said = ["wide: this run has not ended", "wide/model, the result of an earlier run"];
+    assert!(r.code == 2 && said.iter().all(|s| r.err.contains(s)), "{}", r.err);
 }
 
 /// The plan names the pass, its samples and its file, which a run then makes of no more bytes.

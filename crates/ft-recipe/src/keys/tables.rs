@@ -369,11 +369,11 @@ table! {
         /// update is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight
         /// takes 4 bytes less. LoRA has them always, and so has what trains in full in a layer with DoRA.
         master: Master = Word(Master::WORDS), Toml("\"auto\"");
-        /// GaLore: directions that a gradient is projected onto, of its shorter side.
+        /// GaLore: rank of the projection of a gradient, along its shorter side.
         galore_rank: usize = RANK, Toml("128");
-        /// GaLore: updates between two looks for these directions.
+        /// GaLore: updates between two computations of the projection.
         galore_gap: usize = Int(1, COUNT), Toml("200");
-        /// GaLore: factor on the step of what is projected.
+        /// GaLore: factor on the update of projected weights.
         galore_scale: f64 = Number(Bound::Positive), Toml("0.25");
     }
 }

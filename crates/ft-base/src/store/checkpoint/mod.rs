@@ -119,7 +119,7 @@ impl Checkpoints {
         let mut warnings = Vec::new();
         for step in self.list()?.into_iter().rev() {
             let path = self.folder(step);
-            match verify(&path, step) {
+            match verify(&path, Some(step)) {
                 Ok(()) => return Ok(Some(Checkpoint { step, path, warnings })),
                 Err(e) => warnings.push(e.to_string()),
             }
@@ -140,7 +140,7 @@ impl Checkpoints {
             return Err(Error::NoCheckpoint { dir: self.dir.clone(), step, steps });
         }
         let path = self.folder(step);
-        verify(&path, step)?;
+        verify(&path, Some(step))?;
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
@@ -149,8 +149,7 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Damaged`].
     pub fn check(path: &Path) -> Result<(), Error> {
-        let manifest = manifest(path)?;
-        manifest.check(path, manifest.step()).map_err(|problem| damaged(path, problem))
+        verify(path, None)
     }
 
     /// Removes checkpoints of steps after `newest`, and all but the latest `keep` of the rest. Never
@@ -334,7 +333,8 @@ fn manifest(path: &Path) -> Result<Manifest, Error> {
     Manifest::parse(&bytes).map_err(|problem| damaged(path, problem))
 }
 
-/// Verifies the manifest against the marker, and every file against the manifest.
-fn verify(path: &Path, step: u64) -> Result<(), Error> {
-    manifest(path)?.check(path, step).map_err(|problem| damaged(path, problem))
+/// Verifies the manifest against the marker, and every file against the manifest. `None`: of any step.
+fn verify(path: &Path, step: Option<u64>) -> Result<(), Error> {
+    let manifest = manifest(path)?;
+    manifest.check(path, step.unwrap_or(manifest.step())).map_err(|problem| damaged(path, problem))
 }
