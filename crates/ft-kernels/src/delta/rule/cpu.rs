@@ -173,7 +173,7 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
         return Ok(o);
     }
     let (values, whole) = (Values::<T>::of(x)?, [t]);
-    // documents of the row, or the one document that the state continues
+    // those of the row, or the one that the state continues
     let docs: &[usize] = if state.is_some() { &whole } else { &seqs.docs };
     let tasks = tasks(docs, heads);
     let mut o = vec![T::zero(); t * heads.value_width()];
