@@ -44,7 +44,7 @@ impl EvalHistory {
         out
     }
 
-    /// Leaves evaluations of other data than that of hash `data` out of the events of a run. Returns the number of them.
+    /// Leaves evaluations of other data than that of hash `data` out of the events of a run. Returns their number.
     pub fn only_of(events: &mut Vec<Value>, data: Option<&str>) -> usize {
         let (before, mut is_other) = (events.len(), false);
         events.retain(|e| {
