@@ -6,33 +6,28 @@ use super::remote::download_dataset;
 use super::request::{DatasetFiles, DatasetName, Layout};
 use super::settings::Settings;
 use ft_base::store;
-use ft_data::holds_rows;
+use ft_base::terminal::plural;
+use ft_data::{is_data, splits};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::Path;
-
-/// Files without rows despite a matching extension.
-const NO_ROWS: &[&str] = &[
-    "dataset_info.json",
-    "dataset_infos.json",
-    "state.json",
-    "requirements.txt",
-    "license.txt",
-    "readme.txt",
-];
-/// Path words that identify a split.
-const SPLITS: &[(&str, &[&str])] = &[
-    ("train", &["train", "training"]),
-    ("validation", &["validation", "valid", "val", "dev"]),
-    ("test", &["test", "testing", "eval", "evaluation"]),
-];
 
 /// Values in the configs of a card at the most: cards have up to thousands of configs, with several splits each.
 const MOST_VALUES: usize = 500_000;
 
 /// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;
+
+/// Files of a config, and files in its folder that names alone leave out.
+#[derive(Default)]
+struct Config {
+    splits: Splits,
+    left_out: Vec<String>,
+}
+
+/// The files of a config and split, and a message about files left out.
+type Chosen = (Vec<String>, Option<String>);
 
 /// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline; without the files
 /// of a layout, those that another program has downloaded.
@@ -80,14 +75,15 @@ pub fn fetch_dataset_with(
     {
         return Ok(found);
     }
-    let chosen = |layout: &Layout| choose(&repository, layout, name);
+    let chosen = |layout: &Layout| choose(&repository, layout, name).map(|(files, _)| files);
     match download_dataset(settings, &repository, &chosen, progress) {
         Ok((layout, files)) => {
             if let Some(place) = &place {
                 // best effort: without the layout, an offline run goes by the files in the cache
                 let _ = store::write_atomic(place, &serde_json::to_vec(&layout).unwrap_or_default());
             }
-            Ok(DatasetFiles { files, notes: Vec::new() })
+            let notes = choose(&repository, &layout, name)?.1.into_iter().collect();
+            Ok(DatasetFiles { files, notes })
         }
         Err(e) if e.allows_cache() => match cached() {
             Ok(Some(mut found)) => {
@@ -108,11 +104,11 @@ fn in_cache(
     name: DatasetName<'_>,
 ) -> Result<Option<DatasetFiles>, Error> {
     let dir = repository.snapshot(settings, &layout.commit);
-    let chosen = choose(repository, layout, name)?;
+    let (chosen, note) = choose(repository, layout, name)?;
     let size = |file: &String| layout.files.iter().find(|(n, _)| n == file).map(|(_, s)| *s);
     let whole = |file: &String| std::fs::metadata(dir.join(file)).ok().map(|m| m.len()) == size(file);
     let files = || chosen.iter().map(|f| dir.join(f)).collect();
-    Ok(chosen.iter().all(whole).then(|| DatasetFiles { files: files(), notes: Vec::new() }))
+    Ok(chosen.iter().all(whole).then(|| DatasetFiles { files: files(), notes: note.into_iter().collect() }))
 }
 
 /// The files of a dataset that another program (`hf download`) has put into the cache. Which ones the hub has is not
@@ -141,7 +137,7 @@ fn downloaded(
         Err(e) => return Err(bad_card(e.to_string())),
     };
     let layout = Layout { commit, files, configs };
-    let chosen = choose(repository, &layout, name).map_err(|e| match e {
+    let (chosen, left_out) = choose(repository, &layout, name).map_err(|e| match e {
         Error::NoSuchPart { message, .. } => fail(message),
         e => e,
     })?;
@@ -152,7 +148,8 @@ fn downloaded(
         "using the files of {} in the cache, at commit {}: whether these are all cannot be known offline",
         name.id, layout.commit
     );
-    Ok(Some(DatasetFiles { files: chosen.iter().map(|f| dir.join(f)).collect(), notes: vec![note] }))
+    let notes = std::iter::once(note).chain(left_out).collect();
+    Ok(Some(DatasetFiles { files: chosen.iter().map(|f| dir.join(f)).collect(), notes }))
 }
 
 /// Adds the files below a folder, with their sizes.
@@ -220,12 +217,12 @@ fn key(settings: &Settings, r: &Repository) -> String {
 }
 
 /// Selects the files of a config and split.
-fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Result<Vec<String>, Error> {
+fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Result<Chosen, Error> {
     let fail = |message: String| Error::NoSuchPart { id: repository.id(), message };
-    let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_data(n)).collect();
+    let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_plain(n)).collect();
     let (configs, default) = configs(&layout.configs, &data).map_err(fail)?;
     let default = Some(default.as_str()).filter(|name| configs.contains_key(*name));
-    let splits = part(&configs, "config", name.config.or(default)).map_err(fail)?;
+    let Config { splits, left_out } = part(&configs, "config", name.config.or(default)).map_err(fail)?;
     if name.split.is_none() && splits.is_empty() {
         return Err(fail(
             "it has no files that hold rows (a script may build it)\nhint: download its rows, and name the files"
@@ -235,7 +232,11 @@ fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Re
     let mut files = part(splits, "split", name.split).map_err(fail)?.clone();
     files.sort();
     files.dedup();
-    Ok(files)
+    let note = left_out.first().map(|first| {
+        let files = plural(left_out.len(), "file");
+        format!("not read of {}, by name or type: {files} (the first: {first})", repository.id())
+    });
+    Ok((files, note))
 }
 
 /// The part `name` of a dataset, else its only one; `kind` is the recipe's key.
@@ -251,15 +252,14 @@ fn part<'a, T>(all: &'a BTreeMap<String, T>, kind: &str, name: Option<&str>) -> 
 }
 
 /// Whether a repository file may contain rows. Paths become cache paths, so unusual ones are ignored.
-fn is_data(path: &str) -> bool {
+fn is_plain(path: &str) -> bool {
     let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['\\', '\0']);
-    let name = path.rsplit('/').next().unwrap_or(path).to_lowercase();
-    path.split('/').all(plain) && !NO_ROWS.contains(&name.as_str()) && holds_rows(Path::new(path))
+    path.split('/').all(plain) && is_data(Path::new(path))
 }
 
 /// The configs from the dataset card, else a single config derived from file names; and the name of the default
 /// one, if it is there.
-fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Splits>, String), String> {
+fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Config>, String), String> {
     let (mut out, mut default) = (BTreeMap::new(), "default".to_string());
     for config in card.as_array().into_iter().flatten() {
         let text = |key: &str| config.get(key).and_then(Value::as_str);
@@ -267,14 +267,14 @@ fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Splits>, Str
         let folder = text("data_dir").map(|d| d.trim_start_matches("./").trim_matches('/'));
         let folder = folder.filter(|d| !matches!(*d, "" | ".")).map(|d| format!("{d}/")).unwrap_or_default();
         let inside: Vec<&str> = data.iter().copied().filter(|f| f.starts_with(&folder)).collect();
-        let splits = match config.get("data_files") {
+        let found = match config.get("data_files") {
             None => by_name(&inside),
-            Some(files) => listed(files, &folder, &inside)?,
+            Some(files) => Config { splits: listed(files, &folder, &inside)?, left_out: Vec::new() },
         };
         if config.get("default") == Some(&true.into()) {
             default = name.to_string();
         }
-        out.insert(name.to_string(), splits);
+        out.insert(name.to_string(), found);
     }
     if out.is_empty() {
         out.insert(default.clone(), by_name(data));
@@ -314,48 +314,28 @@ fn listed(files: &Value, folder: &str, data: &[&str]) -> Result<Splits, String> 
     Ok(out)
 }
 
-/// Derives splits from the names of files with the most frequent extension: `data/SPLIT-00000-of-00002`, or
-/// words in the path. By default, all files belong to `train`.
-fn by_name(data: &[&str]) -> Splits {
-    let kind =
-        |path: &str| path.rsplit('/').next().and_then(|n| n.split_once('.')).map(|n| n.1.to_lowercase());
-    let mut counts: BTreeMap<Option<String>, usize> = BTreeMap::new();
-    data.iter().for_each(|f| *counts.entry(kind(f)).or_default() += 1);
-    let Some(most) =
-        counts.iter().max_by_key(|(k, n)| (**n, k.as_deref() == Some("parquet"))).map(|(k, _)| k)
-    else {
-        return Splits::new();
-    };
-    let data: Vec<&str> = data.iter().copied().filter(|f| kind(f) == *most).collect();
-    for rule in [of_shard, of_word] {
-        let mut out = Splits::new();
-        for file in &data {
-            if let Some(split) = rule(file) {
-                out.entry(split).or_default().push(file.to_string());
-            }
-        }
-        if !out.is_empty() {
-            return out;
-        }
+/// Derives splits from the names of files of the most frequent type. By default, all of them belong to `train`.
+fn by_name(data: &[&str]) -> Config {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    data.iter().for_each(|f| *counts.entry(row_type(f)).or_default() += 1);
+    let most = counts.iter().max_by_key(|(k, n)| (**n, *k == "parquet")).map(|(k, _)| k);
+    let Some(most) = most else { return Config::default() };
+    let same: Vec<&str> = data.iter().copied().filter(|f| row_type(f) == *most).collect();
+    let mut by_split = splits(&same, "data/");
+    if by_split.is_empty() {
+        by_split.insert("train".to_string(), same.iter().map(|f| f.to_string()).collect());
     }
-    Splits::from([("train".to_string(), data.iter().map(|f| f.to_string()).collect())])
+    let read: BTreeSet<&str> = by_split.values().flatten().map(String::as_str).collect();
+    let left_out = data.iter().filter(|f| !read.contains(*f)).map(|f| f.to_string()).collect();
+    Config { splits: by_split, left_out }
 }
 
-/// The split in the name of a shard, `data/SPLIT-00000-of-00002` and anything behind it, as `datasets` has it.
-fn of_shard(path: &str) -> Option<String> {
-    let (left, total) = path.strip_prefix("data/")?.rsplit_once("-of-")?;
-    let (split, number) = left.rsplit_once('-')?;
-    let digits = |n: &str| n.bytes().take_while(u8::is_ascii_digit).count();
-    let is_shard = digits(number) == 5 && number.len() == 5 && digits(total) >= 5;
-    (is_shard && !split.contains('/')).then(|| split.to_string())
-}
-
-/// The split identified by a word in the path.
-fn of_word(path: &str) -> Option<String> {
+/// The type of rows in a file, as its last extension, compressed or not; of JSON in any form, `json`.
+fn row_type(path: &str) -> String {
     let lower = path.to_lowercase();
-    let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();
-    let found = SPLITS.iter().find(|(_, names)| words.iter().any(|w| names.contains(w)));
-    found.map(|(split, _)| split.to_string())
+    let name = [".gz", ".zst"].iter().find_map(|end| lower.strip_suffix(*end)).unwrap_or(&lower);
+    let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension);
+    if matches!(extension, "jsonl" | "ndjson") { "json".into() } else { extension.into() }
 }
 
 #[cfg(test)]
@@ -363,17 +343,26 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn choice(
+        files: &[&str],
+        configs: Value,
+        config: Option<&str>,
+        split: Option<&str>,
+    ) -> Result<Chosen, String> {
+        let files = files.iter().map(|f| (f.to_string(), 1)).collect();
+        let layout = Layout { commit: String::new(), files, configs };
+        let repository = Repository::parse("owner/name", "main").map_err(|e| e.to_string())?;
+        let name = DatasetName { id: "owner/name", revision: "main", config, split };
+        choose(&repository, &layout, name).map_err(|e| e.to_string())
+    }
+
     fn chosen(
         files: &[&str],
         configs: Value,
         config: Option<&str>,
         split: Option<&str>,
     ) -> Result<Vec<String>, String> {
-        let files = files.iter().map(|f| (f.to_string(), 1)).collect();
-        let layout = Layout { commit: String::new(), files, configs };
-        let repository = Repository::parse("owner/name", "main").map_err(|e| e.to_string())?;
-        let name = DatasetName { id: "owner/name", revision: "main", config, split };
-        choose(&repository, &layout, name).map_err(|e| e.to_string())
+        choice(files, configs, config, split).map(|(files, _)| files)
     }
 
     #[test]
@@ -453,6 +442,22 @@ mod tests {
         );
         let script = chosen(&["name.py", "README.md"], Value::Null, None, None).unwrap_err();
         assert!(script.contains("no files that hold rows"), "{script}");
+    }
+
+    /// As in `datasets`, JSON in any form is one type; files of another are told.
+    #[test]
+    fn the_last_extension_is_the_type_of_a_file() {
+        let told = |files: &[&str]| choice(files, Value::Null, None, None).unwrap();
+        let parts = ["a.csv", "part.0.jsonl", "part.1.json.gz", "v1.2.ndjson"];
+        let (files, note) = told(&parts);
+        assert_eq!(files, parts[1..]);
+        assert!(note.unwrap().ends_with("1 file (the first: a.csv)"));
+        assert_eq!(told(&parts[1..]).1, None);
+        let tie = ["b.1.jsonl", "c.0.parquet"];
+        assert_eq!(told(&tie).0, tie[1..]);
+        let rest = ["a.jsonl", "data/train-00000-of-00001.jsonl"];
+        assert_eq!(told(&rest).0, rest[1..]);
+        assert!(told(&rest).1.unwrap().ends_with("1 file (the first: a.jsonl)"));
     }
 
     #[test]

@@ -2,11 +2,11 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `files` | data files of a source, file types |
+//! | `files` | data files of a source, file types; folders of several splits, and of `save_to_disk` |
 //! | `reader` | rows of a file of any type |
 //! | `row`, `lines`, `array` | unparsed rows; JSON Lines; one JSON array |
 //! | `tables`, `quotes` | CSV, TSV and plain text; quotes of tables |
-//! | `columns`, `saved` | Parquet and Arrow; folders of Arrow files |
+//! | `columns` | Parquet and Arrow |
 //! | `encoding` | files in UTF-16, Windows-1252, and others |
 //! | `detect`, `classes` | format of a source without one; names of its classes |
 
@@ -21,5 +21,4 @@ mod lines;
 mod quotes;
 pub(crate) mod reader;
 pub(crate) mod row;
-mod saved;
 mod tables;

@@ -93,14 +93,21 @@ impl Read for LineReader {
     }
 }
 
+/// A column of a table.
+struct Column {
+    name: String,
+    /// Whether the first line names it.
+    named: bool,
+    /// Whether it contains JSON.
+    json: bool,
+}
+
 /// A text table (CSV, TSV) with column names in the first line. Columns read as a list or object contain
 /// JSON.
 pub(crate) struct Table {
     reader: csv::Reader<LineReader>,
     path: PathBuf,
-    names: Vec<String>,
-    /// For every column, whether it contains JSON.
-    json: Vec<bool>,
+    columns: Vec<Column>,
     progress: Rc<Progress>,
     record: ByteRecord,
 }
@@ -128,20 +135,26 @@ impl Table {
             other => head(format!("not a table: {other:?}")),
         };
         let record = reader.byte_headers().map_err(cannot)?;
-        let (mut names, mut seen) = (Vec::new(), HashSet::new());
-        for cell in record {
+        if record.is_empty() {
+            let (file, message) = (path.display().to_string(), "the file holds no names of columns".into());
+            return Err(Error::Empty { file, message });
+        }
+        let (mut columns, mut seen) = (Vec::new(), HashSet::new());
+        for (i, cell) in record.iter().enumerate() {
             let name =
                 std::str::from_utf8(cell).map_err(|_| head(format!("a name of a column is {NOT_UTF8}")))?;
-            if !seen.insert(name) {
+            // spreadsheets write separators behind the last name
+            let named = !name.trim().is_empty();
+            let name = if named { name.to_string() } else { format!("column {}", i + 1) };
+            if !seen.insert(name.clone()) {
                 return Err(head(format!("two columns are named {name:?}")));
             }
-            names.push(name.to_string());
+            columns.push(Column { named, json: schema.holds_json(&name), name });
         }
         if let Some(e) = unclosed(&progress, path) {
             return Err(e);
         }
-        let json = names.iter().map(|n| schema.holds_json(n)).collect();
-        Ok(Self { reader, path: path.into(), names, json, progress, record: ByteRecord::new() })
+        Ok(Self { reader, path: path.into(), columns, progress, record: ByteRecord::new() })
     }
 
     /// Returns the next row.
@@ -170,8 +183,11 @@ impl Table {
     /// The record as a JSON object.
     fn row(&self) -> Result<Vec<u8>, String> {
         let mut row = Map::new();
-        for ((cell, name), json) in self.record.iter().zip(&self.names).zip(&self.json) {
+        for (cell, Column { name, named, json }) in self.record.iter().zip(&self.columns) {
             let text = std::str::from_utf8(cell).map_err(|_| format!("{name}: {NOT_UTF8}"))?;
+            if !named && text.trim().is_empty() {
+                continue;
+            }
             let value = match (json, text.trim().is_empty()) {
                 (false, _) if text.contains('\r') => text.replace("\r\n", "\n").replace('\r', "\n").into(),
                 (false, _) => Value::from(text),

@@ -91,6 +91,29 @@ impl Schema {
         Ok(())
     }
 
+    /// Replaces texts that are lists of messages as JSON by these lists, in keys for either.
+    pub(super) fn open_lists(&self, row: &mut Map<String, Value>) {
+        let keys = self.format.keys(self.chat);
+        let either = ["prompt", "completion", "chosen", "rejected"].into_iter().filter(|k| keys.contains(k));
+        for name in either {
+            if let Some(value) = row.get_mut(self.name(name))
+                && let Some(list) = value.as_str().and_then(|text| self.list_in(text))
+            {
+                *value = list;
+            }
+        }
+    }
+
+    /// The list in a text, if it is one of objects with a role, as JSON.
+    fn list_in(&self, text: &str) -> Option<Value> {
+        // most texts are not parsed
+        text.trim_start().strip_prefix('[').filter(|rest| rest.trim_start().starts_with('{'))?;
+        let list = json::value(text.as_bytes()).ok()?;
+        let is_message = |m: &Value| m.get(self.name("role")).or(m.get("from")).is_some_and(Value::is_string);
+        let all = list.as_array()?.iter().all(is_message);
+        all.then_some(list)
+    }
+
     /// Adds the row's system text and tools to its messages.
     pub(super) fn finished(&self, mut chat: Chat, row: &mut Map<String, Value>) -> Result<Chat, String> {
         if let (Mask::None, Some(first)) = (self.mask, chat.unsupervised.first()) {

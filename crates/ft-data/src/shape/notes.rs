@@ -29,10 +29,12 @@ pub(crate) enum Note {
     Equal,
     /// A rated completion, desirable or not.
     Rated(bool),
+    /// A file without rows, among others.
+    NoRows,
 }
 
 impl Note {
-    /// A sentence about `rows` rows.
+    /// A sentence about `rows` rows, or files.
     fn told(&self, rows: usize) -> String {
         let s = plural(rows, "row");
         match self {
@@ -68,6 +70,7 @@ impl Note {
                  hint: conversations of several turns do, where the next header is an end-of-sequence token of the \
                  model"
             ),
+            Note::NoRows => format!("{} without rows", plural(rows, "file")),
             Note::Equal => {
                 format!("{s} whose chosen and rejected are the same tokens: such a pair teaches nothing")
             }

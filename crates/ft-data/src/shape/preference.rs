@@ -117,11 +117,16 @@ impl Schema {
         let (name, value) = (self.name("label"), self.value(row, "label")?);
         let named = |text: &str| names.iter().position(|n| n == text).map(|class| class as f64);
         let number = match value {
-            Value::String(text) => match named(text) {
-                Some(class) => Some(class),
-                // cells of tables are texts
-                None => text.trim().parse::<u32>().ok().map(f64::from),
-            },
+            // cells of tables are texts, of a column of floats "1.0"
+            Value::String(text) => named(text).or_else(|| named(text.trim())).or_else(|| {
+                let x = text.trim().parse::<f64>().ok()?;
+                named(&x.to_string()).or(Some(x))
+            }),
+            Value::Bool(is) => {
+                let same = |name: &String| name.eq_ignore_ascii_case(if *is { "true" } else { "false" });
+                let number = (names.len() == 2).then_some(f64::from(u8::from(*is)));
+                names.iter().position(same).map(|class| class as f64).or(number)
+            }
             // columns of floats hold 1.0 for 1
             Value::Number(n) => {
                 n.as_f64().and_then(|x| named(&n.to_string()).or(named(&x.to_string())).or(Some(x)))
@@ -207,13 +212,14 @@ impl Schema {
     fn label(&self, row: &Row) -> Result<bool, String> {
         let name = self.name("label");
         let value = self.value(row, "label")?;
-        match (value, value.as_f64()) {
+        // cells of tables are texts
+        let text = value.as_str().unwrap_or_default().trim();
+        match (value, value.as_f64().or_else(|| text.parse().ok())) {
             (Value::Bool(label), _) => Ok(*label),
             (_, Some(0.0)) => Ok(false),
             (_, Some(1.0)) => Ok(true),
-            // cells of tables are texts
-            (Value::String(s), _) if matches!(s.trim(), "true" | "True" | "1") => Ok(true),
-            (Value::String(s), _) if matches!(s.trim(), "false" | "False" | "0") => Ok(false),
+            _ if text.eq_ignore_ascii_case("true") => Ok(true),
+            _ if text.eq_ignore_ascii_case("false") => Ok(false),
             _ => Err(format!("{name}: {} is neither true nor false", brief(value))),
         }
     }

@@ -38,6 +38,7 @@ impl Schema {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
+        self.open_lists(&mut row);
         // if both names of the message list occur, only one is read
         let list = self.list_of(&row);
         let other = |key: &str| self.format == Format::Messages && self.lists().contains(&key) && key != list;

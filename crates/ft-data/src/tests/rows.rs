@@ -122,6 +122,56 @@ fn questions_and_instructions_are_conversations() {
     }
 }
 
+/// Lists of messages as strings of JSON are messages in every format that has either; other JSON is text.
+#[test]
+fn strings_of_messages_are_messages() {
+    let (user, yes, no) = (
+        json!([{"role": "user", "content": "Two?"}]),
+        json!([{"role": "assistant", "content": "Yes"}]),
+        json!([{"from": "gpt", "value": "No"}]),
+    );
+    for (format, row) in [
+        (Format::Completion, json!({"prompt": user, "completion": no})),
+        (Format::Preference, json!({"prompt": user, "chosen": yes, "rejected": no})),
+        (Format::Unpaired, json!({"prompt": user, "completion": yes, "label": true})),
+    ] {
+        let s = ft_recipe::Source { form: None, ..source("a.jsonl", format) };
+        let mut spelled = row.clone();
+        for value in spelled.as_object_mut().unwrap().values_mut().filter(|v| v.is_array()) {
+            *value = format!(" {value}\n").into();
+        }
+        let [list, text] = [row, spelled].map(|row| one(row, s.clone(), &data(99)).unwrap());
+        assert_eq!(list, text, "{format:?}");
+    }
+    for other in [r#"[{"name": "f"}]"#, "[{not JSON", "[1, 2]"] {
+        let row = json!({"prompt": "a", "completion": other});
+        let e = one(row, source("a.jsonl", Format::Completion), &data(99)).unwrap();
+        assert_eq!(supervised(&e), format!("{other}<|endoftext|>"));
+    }
+}
+
+/// As in TRL, a text that ends with the end-of-sequence token has no second one, also if it is cut.
+#[test]
+fn texts_with_an_end_get_no_second_one() {
+    let end = "<|endoftext|>";
+    for (format, row) in [
+        (Format::Text, json!({"text": "Hello"})),
+        (Format::Completion, json!({"prompt": "a", "completion": "Hello"})),
+        (Format::Alpaca, json!({"instruction": "a", "history": [["b", "Hello"]], "output": "Hello"})),
+    ] {
+        let ended: serde_json::Value =
+            serde_json::from_str(&row.to_string().replace("Hello", &format!("Hello{end}"))).unwrap();
+        let [plain, ended] = [row, ended].map(|row| one(row, source("a.jsonl", format), &data(999)).unwrap());
+        assert_eq!(plain, ended, "{format:?}");
+    }
+    for text in ["Hello the", "Hello the<|endoftext|>"] {
+        let files = Files::new(&[("a.jsonl", &json!({"text": text}).to_string())]);
+        let drop = ft_recipe::Data { over_length: OverLength::Error, ..data(1) };
+        let error = files.load(&[source("a.jsonl", Format::Text)], &drop).unwrap_err().to_string();
+        assert!(error.contains("3 tokens are more than"), "{error}");
+    }
+}
+
 #[test]
 fn rows_that_no_conversation_can_be_made_of_are_told() {
     let chat = |row| {
@@ -595,7 +645,48 @@ fn numbers_that_name_a_class_are_its_name() {
     for (label, want) in [("1", 1), ("1.0", 1), ("\"1\"", 1), ("\"yes\"", 1)] {
         assert_eq!(class(label, &["no", "yes"]), Ok(want), "{label}");
     }
+    // cells of tables, and booleans
+    for (label, want) in [("\"3.0\"", 2), ("\" 1.0\"", 0), ("\"0.0\"", 0)] {
+        assert_eq!(class(label, &stars), Ok(want), "{label}");
+    }
+    for (label, want) in [("\"yes \"", 1), ("\"1.0\"", 1), ("true", 1), ("false", 0)] {
+        assert_eq!(class(label, &["no", "yes"]), Ok(want), "{label}");
+    }
+    assert_eq!((class("true", &["True", "False"]), class("false", &["True", "False"])), (Ok(0), Ok(1)));
+    for label in ["true", "\"1.5\"", "\"nan\""] {
+        assert!(class(label, &stars).unwrap_err().contains("is none of the classes"), "{label}");
+    }
     assert!(class("4", &stars).unwrap_err().contains("4 is none of the classes: 1, 2, 3, or 0 to 2"));
+}
+
+/// As `tokenizer(text, truncation=True, max_length=3)` of transformers.
+#[test]
+fn labeled_texts_have_the_tokens_behind_them() {
+    let path = fixture("tiny-tokenizer/tokenizer.json");
+    let mut file: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
+    let token = |name: &str, id: u32| json!({"id": name, "ids": [id], "tokens": [name]});
+    let [start, end] = ["<|im_start|>", "<|endoftext|>"];
+    let [a, b] = ["A", "B"].map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
+    file["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [special(start), a, special(end)],
+        "pair": [a, b],
+        "special_tokens": {start: token(start, 283), end: token(end, 282)},
+    });
+    let row = r#"{"text": "Hello world", "label": 1}"#;
+    let files = Files::new(&[("tokenizer.json", &file.to_string()), ("a.jsonl", row)]);
+    let t = Tokenizer::load(files.0.path(), None).unwrap().unwrap();
+    let words = tiny().encode("Hello world").unwrap();
+    assert_eq!(words.len(), 2);
+    for (max_length, ids) in [(9, vec![283, words[0], words[1], 282]), (3, vec![283, words[0], 282])] {
+        let scores = ft_recipe::ScoreTargets::Classes(vec!["no".into(), "yes".into()]);
+        let cfg = ft_recipe::Data { scores, ..data(max_length) };
+        let d = load_in(files.0.path(), &[source("a.jsonl", Format::Labeled)], &cfg, &t).unwrap();
+        let e = nth(&d, 0);
+        assert_eq!((&e.ids, e.labels.last()), (&ids, Some(&1)));
+        assert_eq!(d.stats.truncated, usize::from(max_length == 3));
+    }
 }
 
 #[test]

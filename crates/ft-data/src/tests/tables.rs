@@ -75,6 +75,38 @@ fn patterns_and_folders_name_files() {
     }
 }
 
+/// The rows of one split are not those of another beside it, as in `load_dataset` on a folder.
+#[test]
+fn folders_of_several_splits_need_the_name_of_one() {
+    let load = |names: &[&str], split: Option<&str>| {
+        let files = Files::new(&names.iter().map(|name| (*name, &name[..1])).collect::<Vec<_>>());
+        let s = ft_recipe::Source { split: split.map(String::from), ..source(".", Format::Text) };
+        let d = files.load(&[s], &data(9)).map_err(|e| e.to_string())?;
+        let texts = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect::<String>();
+        Ok::<_, String>((texts.replace("<|endoftext|>", ""), d.warnings(9).unwrap().concat()))
+    };
+    let words = ["my_train.txt", "a.txt", "x-dev.txt", "readme.txt"];
+    let (texts, told) = load(&words, Some("train[:100%]")).unwrap();
+    assert_eq!(texts, "m");
+    assert!(told.contains("1 file of another kind (readme.txt), 1 file of no split (a.txt)"), "{told}");
+    assert_eq!(load(&words, Some("validation")).unwrap().0, "x");
+    let shards = ["train_sft-00000-of-00001.txt", "eval-00000-of-00001.txt"];
+    assert_eq!(load(&shards, Some("train_sft")).unwrap(), ("t".to_string(), String::new()));
+    for (split, said) in [(None, "holds several splits"), (Some("train"), "holds no split \"train\"")] {
+        let told = load(&shards, split).unwrap_err();
+        assert!(told.contains(said), "{told}");
+        assert!(
+            told.contains("hint: split = one of eval, train_sft; a pattern takes all files: \"./*.txt\""),
+            "{told}"
+        );
+    }
+    // names of one split, or of none
+    for split in [None, Some("train")] {
+        assert_eq!(load(&["a.txt", "train.txt"], split).unwrap(), ("at".to_string(), String::new()));
+    }
+    assert!(load(&["a.txt", "test.txt"], Some("test")).unwrap_err().contains("is for datasets of the hub"));
+}
+
 /// Invalid UTF-8 stops the run or drops the row, for binary and string columns; the error names the row.
 #[test]
 #[cfg(feature = "parquet")]
@@ -189,6 +221,7 @@ fn tables_of_spreadsheets_are_the_same_rows() {
         ("a.csv", b"text|id\n\"a;b|c\"|1\n\"d\ne\"|2\n".to_vec()),
         ("a.csv", b"text\tid\n\"a;b|c\"\t1\n\"d\ne\"\t2\n".to_vec()),
         ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\r\ne\",2\n".to_vec()),
+        ("a.csv", b"text,,\n\"a;b|c\",,\n\"d\ne\", ,1\n".to_vec()),
         ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\re\",2\n".to_vec()),
         ("a.csv", utf16(false)),
         ("a.csv", utf16(true)),
@@ -201,6 +234,47 @@ fn tables_of_spreadsheets_are_the_same_rows() {
         let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
         assert_eq!(texts, ["a;b|c<|endoftext|>", "d\ne<|endoftext|>"], "{}", String::from_utf8_lossy(&bytes));
     }
+}
+
+/// Cells under an empty name are keys that the format does not read.
+#[test]
+fn columns_without_a_name_have_their_number() {
+    let told = |text: &str| {
+        let files = Files::new(&[("a.csv", text)]);
+        files
+            .load(&[source("a.csv", Format::Text)], &data(9))
+            .map_err(|e| e.to_string())
+            .map(|d| d.warnings(9).unwrap())
+    };
+    assert_eq!(told("text,, ,\na,,,\n"), Ok(vec![]));
+    let filled = told("text,,\na,,x\n").unwrap().concat();
+    assert!(filled.starts_with("1 row with the key \"column 3\", which"), "{filled}");
+    assert!(told("text,,text\na,,b\n").unwrap_err().contains("two columns are named \"text\""));
+}
+
+/// Cells of pairs and ratings: messages as JSON, and labels as spreadsheets and pandas write them.
+#[test]
+fn cells_of_preferences_are_read_as_their_rows() {
+    let cell = |role: &str, text: &str| {
+        format!("\"[{{\"\"role\"\": \"\"{role}\"\", \"\"content\"\": \"\"{text}\"\"}}]\"")
+    };
+    let list = |role: &str, text: &str| format!("[{{\"role\": \"{role}\", \"content\": \"{text}\"}}]");
+    let [pair, row] = [&cell as &dyn Fn(&str, &str) -> String, &list]
+        .map(|of| [of("user", "Two?"), of("assistant", "Yes"), of("assistant", "No")]);
+    let table = format!("prompt,chosen,rejected\n{}\n", pair.join(","));
+    let line = format!("{{\"prompt\": {}, \"chosen\": {}, \"rejected\": {}}}\n", row[0], row[1], row[2]);
+    let files = Files::new(&[("a.csv", &table), ("a.jsonl", &line)]);
+    let [of_cells, of_lists] = ["a.csv", "a.jsonl"].map(|name| {
+        let d = files.load(&[source(name, Format::Preference)], &data(99)).unwrap();
+        all(&d).into_iter().map(|e| (e.ids, e.labels)).collect::<Made>()
+    });
+    assert_eq!(of_cells, of_lists);
+    let labels = ["TRUE", "FALSE", "True", "false", "1.0", "0.0", "1", " 0"];
+    let rated = labels.map(|label| format!("a,b,{label}\n")).concat();
+    let files = Files::new(&[("a.csv", &format!("prompt,completion,label\n{rated}"))]);
+    let d = files.load(&[source("a.csv", Format::Unpaired)], &data(99)).unwrap();
+    let desirable: Vec<bool> = all(&d).iter().map(|e| e.content == Content::Rated(true)).collect();
+    assert_eq!(desirable, [true, false].repeat(4));
 }
 
 /// Files in an encoding that the source names, also without a format; a wrong name is told with its place.
@@ -236,6 +310,36 @@ fn sources_name_their_encoding() {
         let error = load_in(&fixture("saved"), &[s], &data(9), &tiny()).unwrap_err().to_string();
         assert!(error.contains("encoding does nothing: "), "{error}");
     }
+}
+
+/// Other programs write parts without rows; a source needs rows in one of its files.
+#[test]
+fn files_without_rows_among_others_are_told() {
+    let files = Files::new(&[
+        ("1.jsonl", ""),
+        ("2.jsonl", "{\"text\": \"a\"}\n"),
+        ("3.csv", "text\n"),
+        ("4.json", "[]"),
+    ]);
+    let load = |path: &str| files.load(&[source(path, Format::Text)], &data(9));
+    let d = load(".").unwrap();
+    assert_eq!(d.samples.len(), 1);
+    let told = d.warnings(9).unwrap().concat();
+    assert!(told.starts_with("3 files without rows (the first: ") && told.ends_with("1.jsonl)"), "{told}");
+    for (path, first) in [("3.csv", "3.csv"), ("[14].*", "1.jsonl")] {
+        let error = load(path).unwrap_err();
+        assert!(error.to_string().ends_with(&format!("{first}: the file holds no rows")), "{error}");
+        assert_eq!(error.exit_code(), ft_base::ExitCode::Data);
+    }
+    let checked = Dataset::check(
+        &of(&[source("[14].*", Format::Text)], &data(9)),
+        &|s| files.0.path().join(s),
+        Some(&tiny()),
+        285,
+        0,
+        9,
+    );
+    assert_eq!(checked.problems.len(), 2, "{:?}", checked.problems);
 }
 
 /// Files of nothing but blank lines, or of rows without use, end the reading early.

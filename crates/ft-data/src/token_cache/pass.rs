@@ -5,7 +5,7 @@ use super::samples::StoreWriter;
 use super::stats::SourceStats;
 use crate::error::{Error, Others, Problem, Problems};
 use crate::read::{detect::shape_of, reader::Rows, row::RawRow};
-use crate::shape::values::MISSING;
+use crate::shape::{notes::Note, values::MISSING};
 use crate::tokenize::encode::{EncodedRow, Encoder};
 use ft_base::error::Location;
 use ft_base::store;
@@ -78,15 +78,19 @@ impl<'a> SourcePass<'a> {
     pub fn over(&mut self, files: &[PathBuf], source: &Source) -> Result<(), PassError> {
         let (_cleared, name) = (Cleared(self.bar), &source.source);
         self.rows = self.range(files, source)?;
+        let mut without_rows = Vec::new();
         for file in files {
             if self.passed >= self.rows.end {
                 break;
             }
             match self.file(file) {
+                Ok(true) => {}
+                Ok(false) => without_rows.push(file.display().to_string()),
                 Err(PassError::Data(e)) if self.problems.limit.is_some() => self.add(e),
-                other => other?,
+                Err(e) => return Err(e),
             }
         }
+        self.note_empty(without_rows)?;
         if self.found.rows_read == 0 && self.clean && source.is_part() {
             // reading ends at the end of the slice
             let all = self.total.or((self.passed < self.rows.end).then_some(self.passed));
@@ -100,6 +104,24 @@ impl<'a> SourcePass<'a> {
             let last = self.found.left_out.last().map(last).unwrap_or_default();
             let message = format!("none of its {} rows can be trained on{last}", self.found.rows_read);
             return Err(Error::Empty { file: name.into(), message }.into());
+        }
+        Ok(())
+    }
+
+    /// Notes files without rows; an error if no file has rows.
+    fn note_empty(&mut self, files: Vec<String>) -> Result<(), Error> {
+        let all = self.passed == 0 && self.clean;
+        for file in files {
+            if !all {
+                let place = Location { file, line: 0, column: 0 };
+                self.found.notes.add(&place, vec![Note::NoRows]);
+                continue;
+            }
+            let error = Error::Empty { file, message: "the file holds no rows".into() };
+            if self.problems.limit.is_none() {
+                return Err(error);
+            }
+            self.add(error);
         }
         Ok(())
     }
@@ -122,7 +144,8 @@ impl<'a> SourcePass<'a> {
         Ok(rows.start..rows.end.min(most))
     }
 
-    fn file(&mut self, path: &Path) -> Result<(), PassError> {
+    /// Reads a file. Returns whether it holds rows.
+    fn file(&mut self, path: &Path) -> Result<bool, PassError> {
         let name = path.display().to_string();
         let at = |(line, column)| Location { file: name.clone(), line, column };
         let mut rows = Rows::open(path, self.encoder.schema)?;
@@ -176,11 +199,7 @@ impl<'a> SourcePass<'a> {
             }
             end?;
         }
-        if any {
-            Ok(())
-        } else {
-            Err(Error::Empty { file: name.clone(), message: "the file holds no rows".into() }.into())
-        }
+        Ok(any)
     }
 
     /// The reason to read no further: many rows, and only problems.

@@ -175,6 +175,13 @@ impl Encoder<'_> {
                 let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
                 let mut out = Tokens::start(tokenizer);
                 self.encoded(tokenizer, &text, &[], notes, &mut out)?;
+                let (end, max) = (tokenizer.text_suffix(), self.data.max_length);
+                out.total += end.len();
+                if out.total > max {
+                    out.ids.truncate(max.saturating_sub(end.len()));
+                }
+                out.ids.extend(end);
+                out.labels = vec![IGNORE_INDEX; out.ids.len()];
                 return Ok(out);
             }
             Sample::Pair(_) | Sample::Rated(..) | Sample::Labeled(..) => {
@@ -191,14 +198,9 @@ impl Encoder<'_> {
         }
         for (text, from) in turns {
             let span = from..text.len();
+            let before = out.ids.len();
             self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
-            if out.total == out.ids.len() {
-                out.ids.push(eos);
-                out.labels.push(label(eos));
-            } else {
-                out.more_targets = true;
-            }
-            out.total += 1;
+            out.end(&text, before, (tokenizer, eos))?;
         }
         Ok(out)
     }
@@ -225,13 +227,7 @@ impl Encoder<'_> {
         if read < before.len() && self.data.scores == ScoreTargets::None {
             notes.push(Note::Merged);
         }
-        if out.total > out.ids.len() {
-            let end = tokenizer.decode(&[eos]).map_err(problem)?;
-            out.total += usize::from(!text.ends_with(&end));
-        } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
-            out.ids.push(eos);
-            out.total += 1;
-        }
+        out.end(text, start.len(), (tokenizer, eos))?;
         out.supervise(start.len() + read);
         Ok(out)
     }
@@ -305,6 +301,21 @@ impl Tokens {
     fn start(tokenizer: &Tokenizer) -> Self {
         let ids = tokenizer.text_start().to_vec();
         Self { labels: vec![IGNORE_INDEX; ids.len()], total: ids.len(), ids, ..Self::default() }
+    }
+
+    /// Appends the end-of-sequence token as a target, unless the text has it. Tokens of the text stand behind the first
+    /// `before`. As in TRL.
+    fn end(&mut self, text: &str, before: usize, (tokenizer, eos): (&Tokenizer, u32)) -> Result<(), Problem> {
+        if self.total > self.ids.len() {
+            self.more_targets = true;
+            let end = tokenizer.decode(&[eos]).map_err(problem)?;
+            self.total += usize::from(!text.ends_with(&end));
+        } else if self.ids.len() == before || self.ids.last() != Some(&eos) {
+            self.ids.push(eos);
+            self.labels.push(label(eos));
+            self.total += 1;
+        }
+        Ok(())
     }
 
     /// Supervises all but the first `prompt` tokens.

@@ -31,6 +31,7 @@ pub struct Tokenizer {
     stops: Vec<String>,
     text_end: Option<u32>,
     text_start: Vec<u32>,
+    text_suffix: Vec<u32>,
     hash: String,
     /// Hash of the chat template.
     template_hash: Option<String>,
@@ -118,7 +119,7 @@ impl Tokenizer {
         }
         // on the rayon threads used for tokenizing: the library's regex caches belong to the first thread
         // to use them, and other threads contend for them
-        let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
+        let (inner, [text_start, text_suffix]) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
 
         let ModelFiles { specials, template: source, mut eos } = ModelFiles::read(dir, chat_template)?;
         let mut hasher = blake3::Hasher::new();
@@ -152,6 +153,7 @@ impl Tokenizer {
             stops,
             text_end,
             text_start,
+            text_suffix,
             hash,
             template_hash,
             key: ModelKey::of(dir, chat_template).map(|k| k.with(more.as_ref().map(|(_, tokens)| tokens))),
@@ -309,6 +311,11 @@ impl Tokenizer {
     /// The ids put before a plain text: begin-of-text for Llama, none for Qwen.
     pub fn text_start(&self) -> &[u32] {
         &self.text_start
+    }
+
+    /// The ids that the tokenizer puts behind a text: end-of-text for Qwen3-Embedding, none for Qwen3.
+    pub(super) fn text_suffix(&self) -> &[u32] {
+        &self.text_suffix
     }
 
     /// The special tokens named in the model folder (`eos_token` etc.).
@@ -516,19 +523,21 @@ fn turn_off_dropout(inner: &mut tokenizers::Tokenizer, path: &Path) {
     warn(&format!("{}: model.dropout = {p} is turned off; tokens would be random", path.display()));
 }
 
-/// Removes the post-processor, and returns the ids it puts before a text, found by encoding a probe.
-fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+/// Removes the post-processor, and returns the ids it puts before and behind a text, found by encoding a probe.
+fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, [Vec<u32>; 2]), String> {
     called(|| {
         let encoding = inner.encode("a", true)?;
-        let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
-        let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
+        let (ids, special) = (encoding.get_ids(), encoding.get_special_tokens_mask());
+        let before = special.iter().take_while(|m| **m == 1).count().min(ids.len());
+        let behind = special.iter().rev().take_while(|m| **m == 1).count().min(ids.len() - before);
+        let around = [&ids[..before], &ids[ids.len() - behind..]].map(<[u32]>::to_vec);
         // Special tokens are added explicitly, and offset trimming would shift masks.
         inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         // fail early if even a trivial text breaks the tokenizer
         if let Ok(text) = inner.encode("Hello, world 1", false) {
             let _ = inner.decode(text.get_ids(), false);
         }
-        Ok((inner, text_start))
+        Ok((inner, around))
     })
 }
 

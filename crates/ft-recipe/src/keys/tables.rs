@@ -275,8 +275,8 @@ table! {
             Absent("chat if the model has a chat template, plain for pairs and rated completions, and said");
         /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
-        /// Split of a hub dataset or of a folder of `save_to_disk`, and a slice of its rows or of a file's:
-        /// `train[:20%]`, `train[100:200]`, `[-50:]`.
+        /// Split of a hub dataset, of a folder of `save_to_disk`, or of a folder with files named after splits, and a
+        /// slice of its rows or of a file's: `train[:20%]`, `train[100:200]`, `[-50:]`.
         split: Option<String> = Text, Absent("the dataset's only one");
         /// Rows of this source that are read at the most: the first ones, of the slice.
         max_samples: Option<usize> = Int(1, COUNT), Absent("all");

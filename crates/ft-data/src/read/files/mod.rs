@@ -1,6 +1,8 @@
 //! Data files of a source, and file types.
 
-use super::saved;
+mod saved;
+pub(crate) mod splits;
+
 use crate::error::Error;
 use std::collections::HashSet;
 use std::fs::DirEntry;
@@ -101,42 +103,70 @@ pub(crate) fn files_and_ignored(
             name => Err(Error::Missing { source_name: name.into(), path }),
         };
     };
-    let saved = there.is_dir() && saved::is_saved(&path);
-    // the rows of other files are a split "train"
-    let split = source.slice().0.filter(|name| *name != "train" && !saved);
-    let [config, revision] = [&source.config, &source.revision].map(|v| v.as_deref());
-    for (key, value) in [("split", split), ("config", config), ("revision", revision)] {
-        if let Some(value) = value {
-            return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
-        }
+    not_local(source, "config", source.config.as_deref())?;
+    not_local(source, "revision", source.revision.as_deref())?;
+    if there.is_dir() {
+        return if saved::is_saved(&path) { saved::files(source, &path) } else { of_folder(source, &path) };
     }
-    if saved {
-        return saved::files(source, &path);
+    // the rows of a file are a split "train"
+    not_local(source, "split", source.slice().0.filter(|name| *name != "train"))?;
+    match kind(&path) {
+        Some(_) => Ok(alone(vec![path])),
+        None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
     }
-    if !there.is_dir() {
-        return match kind(&path) {
-            Some(_) => Ok(alone(vec![path])),
-            None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
-        };
-    }
-    let cannot = |cause| Error::read(&path, cause);
+}
+
+/// Refuses the value of a key for datasets of the hub.
+fn not_local(source: &ft_recipe::Source, key: &str, value: Option<&str>) -> Result<(), Error> {
+    value.map_or(Ok(()), |value| {
+        let message = format!("{key} = {value:?} is for datasets of the hub; name a file of it instead");
+        Err(Error::recipe(source, message))
+    })
+}
+
+/// The data files of a folder, and a message about ignored entries. If names are of several splits, the files of the
+/// source's split.
+fn of_folder(source: &ft_recipe::Source, folder: &Path) -> Result<(Vec<PathBuf>, Option<String>), Error> {
+    let cannot = |cause| Error::read(folder, cause);
     let (mut found, mut ignored) = (Vec::new(), Ignored::default());
-    for entry in std::fs::read_dir(&path).map_err(cannot)? {
+    for entry in std::fs::read_dir(folder).map_err(cannot)? {
         let entry = entry.map_err(cannot)?;
-        let (file, name) = (entry.path(), entry.file_name().display().to_string());
-        match (name.starts_with('.'), file.is_dir(), kind(&file)) {
+        let (file, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        match (name.starts_with('.'), file.is_dir(), splits::is_data(&file)) {
             (true, ..) => ignored.hidden.push(name),
             (_, true, _) => ignored.folders.push(name),
-            (_, _, None) => ignored.others.push(name),
-            _ => found.push(file),
+            (_, _, false) => ignored.others.push(name),
+            _ => found.push((file, name)),
         }
     }
     found.sort();
     if found.is_empty() {
         let message = format!("the folder holds none of the files that hold rows: {KINDS}");
-        return Err(Error::Empty { file: path.display().to_string(), message });
+        return Err(Error::Empty { file: folder.display().to_string(), message });
     }
-    Ok((found, ignored.describe(&source.source)))
+    let names: Vec<&str> = found.iter().map(|(_, name)| name.as_str()).collect();
+    let by_split = splits::splits(&names, "");
+    let wanted = source.slice().0;
+    if by_split.len() < 2 {
+        // the rows of all files are a split "train"
+        not_local(source, "split", wanted.filter(|name| *name != "train"))?;
+    } else {
+        let known = || by_split.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        let chosen = wanted.and_then(|name| by_split.get(name)).ok_or_else(|| {
+            let (at, ending) = (&source.source, names[0].rsplit('.').next().unwrap_or_default());
+            let all = format!("{}/*.{ending}", at.trim_end_matches('/'));
+            let what = wanted.map_or("several splits".into(), |name| format!("no split {name:?}"));
+            let hint = format!("split = one of {}; a pattern takes all files: {all:?}", known());
+            Error::recipe(source, format!("the folder {at:?} holds {what}\n  hint: {hint}"))
+        })?;
+        let of_some: HashSet<&str> = by_split.values().flatten().map(String::as_str).collect();
+        let apart = names.into_iter().filter(|name| !of_some.contains(name));
+        ignored.apart = apart.map(String::from).collect();
+        let chosen: HashSet<&str> = chosen.iter().map(String::as_str).collect();
+        found.retain(|(_, name)| chosen.contains(name.as_str()));
+    }
+    let files = found.into_iter().map(|(file, _)| file).collect();
+    Ok((files, ignored.describe(&source.source)))
 }
 
 /// Ignored entries of a folder.
@@ -145,6 +175,8 @@ struct Ignored {
     folders: Vec<String>,
     hidden: Vec<String>,
     others: Vec<String>,
+    /// Files of no split, in a folder with several.
+    apart: Vec<String>,
 }
 
 impl Ignored {
@@ -169,6 +201,7 @@ impl Ignored {
             (self.folders, "subfolder", "subfolders"),
             (self.hidden, "hidden file", "hidden files"),
             (self.others, "file of another kind", "files of other kinds"),
+            (self.apart, "file of no split", "files of no split"),
         ];
         let parts: Vec<String> = kinds.into_iter().filter_map(told).collect();
         let of = |parts: String| format!("not read of the folder {source:?}: {parts}{hint}");
