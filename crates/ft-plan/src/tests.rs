@@ -150,6 +150,28 @@ fn evaluation_holds_the_keys_that_layers_share() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Memory is that of the largest micro-batch; tokens and work of a step are those of rows of mean length.
+#[test]
+fn measured_data_has_steps_of_mean_rows() -> anyhow::Result<()> {
+    let set = ["run.batch_rows=16", "run.micro_rows=1"];
+    let sweep = Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), &set, true)?;
+    let plan = |train: Tokens, is_measured: bool| -> anyhow::Result<Plan> {
+        let mut w = Workload { train, micro_rows: 1, steps: Some(63), ..Workload::default() };
+        if is_measured {
+            let epoch = w.epoch.get_or_insert_default();
+            (epoch.rows, epoch.tokens, epoch.targets) = (1000, 200_000, 100_000);
+        }
+        Ok(Plan::new(&sweep.inputs(&Workloads::new(|_| w), None))?)
+    };
+    let [largest, mean] = [Tokens::of(&[2048], 2047), Tokens::of(&[200], 100)];
+    let (p, full, short) = (plan(largest, true)?, plan(largest, false)?, plan(mean, false)?);
+    assert_eq!((p.total(), full.tokens_per_step()), (full.total(), 16 * 2048));
+    assert_eq!((p.tokens_per_step(), p.work, p.step_work()), (16 * 200, short.work, short.step_work()));
+    // no step has more tokens than one of the largest micro-batches
+    assert_eq!(plan(Tokens::of(&[100], 99), true)?.tokens_per_step(), 16 * 100);
+    Ok(())
+}
+
 /// A tied head trains with the embedding, counted once; frozen layers below the lowest trained one save
 /// no activations.
 #[test]

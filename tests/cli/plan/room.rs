@@ -91,6 +91,10 @@ fn plans_use_the_lengths_of_data_read_before() {
     assert_eq!(after["epoch"]["rows"], 40);
     assert!(after["micro_batch"]["tokens"].as_u64() < before["micro_batch"]["tokens"].as_u64());
     assert!(text(&w).contains("40 samples in 40 rows"), "{}", text(&w));
+    // 20 steps of two micro-batches are two epochs; the mean micro-batch is rounded up to a token
+    let [tokens, epoch] = [&after["tokens_per_step"], &after["epoch"]["tokens"]].map(Value::as_u64);
+    let (tokens, epoch) = (20 * tokens.expect("tokens"), 2 * epoch.expect("tokens"));
+    assert!((epoch..=epoch + 20 * 2).contains(&tokens), "{tokens} {epoch}");
     // The run makes the same plan.
     w.ok(&[&["run", "r.toml"][..], &set].concat());
     let start = &w.events("runs/r", "start")[0];
@@ -104,6 +108,18 @@ fn plans_use_the_lengths_of_data_read_before() {
     // Another vocabulary invalidates the lengths, because the run must check token ids again.
     w.config("tiny", json!({"vocab_size": 80}));
     assert_eq!(plan(&w, &set)["epoch"], Value::Null);
+}
+
+/// Weights of sources repeat samples or leave some out: an epoch does not have the samples read.
+#[test]
+fn plans_tell_samples_read_from_those_of_an_epoch() {
+    let w = World::tiny(LORA);
+    let set = ["data.pack=false", "data.train.0.weight=0.5"];
+    w.ok(&[&["data", "r.toml"][..], &set].concat());
+    let text = w.ok(&[&["plan", "r.toml", "--verbose"][..], &set].concat()).out;
+    for said in ["; 40 samples read, 20 rows an epoch", "data        40 samples read, 20 rows, "] {
+        assert!(text.contains(said), "{said:?} is not in {text}");
+    }
 }
 
 /// A plan that does not fit prints the remedies with the plan, and a single error line.

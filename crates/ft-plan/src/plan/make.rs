@@ -123,6 +123,7 @@ impl Plan {
             micro_batches,
             keeps_gradients: !r.optimizer.in_backward,
             no_master: no_master(i),
+            mean: d.mean,
             work: d.work,
             update: prepared.update(),
             learning_rates: i.selection.learning_rates(&r.optimizer),

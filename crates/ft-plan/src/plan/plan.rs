@@ -6,7 +6,7 @@ use crate::memory::{Component, Peak, Theory, overhead};
 use crate::search::{self, Inputs, Prepared, Reasons};
 use crate::time::Work;
 use crate::units::bytes;
-use crate::workload::{ReferencePass, Workload};
+use crate::workload::{ReferencePass, Tokens, Workload};
 use ft_engine::model::units::partition;
 use ft_engine::params::LearningRate;
 use ft_engine::walk::Execution;
@@ -64,7 +64,9 @@ pub struct Plan {
     pub keeps_gradients: bool,
     /// Why fully trained weights have no f32 master weights; `None` if they have.
     pub no_master: Option<&'static str>,
-    /// Work of a micro-batch.
+    /// The mean training micro-batch.
+    pub mean: Tokens,
+    /// Work of the mean micro-batch.
     pub work: Work,
     /// Work of an update.
     pub update: f64,
@@ -198,8 +200,8 @@ impl Plan {
         self.work.total() * (self.micro_batches + ahead) as f64 + self.update
     }
 
-    /// Upper bound on the tokens of a step over all ranks.
+    /// Tokens of a step over all ranks: their mean if the data is measured, else an upper bound.
     pub fn tokens_per_step(&self) -> u64 {
-        self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(self.data_ranks)
+        self.mean.tokens.saturating_mul(self.micro_batches).saturating_mul(self.data_ranks)
     }
 }

@@ -90,8 +90,7 @@ impl Plan {
         let steps = self.workload.steps.map_or("by run.epochs".into(), |n| n.to_string());
         let full = if self.workload.measured() { "" } else { ", if rows are full" };
         let tokens = count(self.tokens_per_step());
-        let epoch =
-            self.workload.epoch.map(|e| format!("; {} samples in {} rows an epoch", e.samples, e.rows));
+        let epoch = self.workload.epoch.map(|e| format!("; {} an epoch", e.words()));
         writeln!(s, "steps       {steps}, of {tokens} tokens{full}{}", epoch.unwrap_or_default())?;
         match range {
             Some(_) => self.write_time(s, range)?,
@@ -191,14 +190,13 @@ impl Plan {
             "tokens      {} a step in {} micro-batches of {} ({sure}), {steps}",
             count(self.tokens_per_step()),
             self.micro_batches * self.data_ranks,
-            count(w.train.tokens)
+            count(self.mean.tokens)
         )?;
         match w.epoch {
             Some(e) => writeln!(
                 s,
-                "data        {} samples in {} rows, {} tokens an epoch, {} supervised, the longest sample {}",
-                e.samples,
-                e.rows,
+                "data        {}, {} tokens an epoch, {} supervised, the longest sample {}",
+                e.words(),
                 count(e.tokens),
                 count(e.targets),
                 e.longest

@@ -11,7 +11,7 @@ use super::prepared::{Inputs, Prepared};
 use super::reasons::{Explanation, Reasons};
 use crate::memory::{Peak, Settings};
 use crate::time::Work;
-use crate::workload::Workload;
+use crate::workload::{Tokens, Workload};
 use candle_core::Result;
 use ft_engine::walk::{Execution, Recomputed};
 use ft_kernels::Machine;
@@ -32,7 +32,9 @@ pub struct SearchResult {
     pub reasons: Reasons,
     /// Device peak.
     pub peak: Peak,
-    /// Work of a micro-batch.
+    /// The mean training micro-batch.
+    pub mean: Tokens,
+    /// Work of the mean micro-batch.
     pub work: Work,
     /// Workload with the chosen micro-batch.
     pub workload: Workload,
@@ -156,13 +158,21 @@ fn search(p: &Prepared<'_>, space: SearchSpace) -> Result<SearchResult> {
         dequantize: chosen.settings.dequantize,
         head_rows: usize::try_from(space.heads[chosen.settings.head]).unwrap_or(usize::MAX),
     };
+    let mean = p.mean(&size.workload);
+    let work = if mean == size.workload.train {
+        size.simulation.work(chosen.settings)
+    } else {
+        let (run, settings) = p.chosen(&Workload { train: mean, eval: None, ..size.workload }, &execution)?;
+        run.work(settings)
+    };
     let without = search.on_device;
     let why = Explanation { p, open: &space, size: &size, chosen, fits, too_large, without };
     Ok(SearchResult {
         execution,
         reasons: why.reasons(),
         peak: size.simulation.peak(chosen.settings),
-        work: size.simulation.work(chosen.settings),
+        mean,
+        work,
         workload: size.workload,
     })
 }

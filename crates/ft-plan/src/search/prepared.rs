@@ -228,6 +228,13 @@ impl<'a> Prepared<'a> {
         r.run.batch_rows.div_ceil((micro_rows * r.parallel.data).max(1)) as u64
     }
 
+    /// The mean training micro-batch.
+    pub fn mean(&self, w: &Workload) -> Tokens {
+        let r = self.inputs.recipe;
+        let micros = self.micro_batches(w.micro_rows).saturating_mul(r.parallel.data as u64);
+        w.mean(r.run.batch_rows as u64, micros)
+    }
+
     /// Micro-batches of the stage between their forward and their backward pass.
     pub fn in_flight(&self, micro_rows: usize) -> u64 {
         let above = (self.inputs.recipe.parallel.pipeline - self.stage) as u64;

@@ -49,7 +49,9 @@ fn counts(r: &Recipe, w: &Workload) -> Option<[u64; 3]> {
     let (epoch, steps) = (w.epoch?, w.steps?);
     let rows = steps.saturating_mul(r.run.batch_rows as u64);
     let crossed = if r.task == Task::Kto { rows + epoch.held_out } else { 0 };
-    Some([epoch.samples.min(rows) + epoch.held_out, epoch.samples + epoch.held_out, crossed])
+    // by their weights, sources may have fewer rows than samples
+    let scored = epoch.samples.min(epoch.rows).min(rows);
+    Some([scored + epoch.held_out, epoch.samples + epoch.held_out, crossed])
 }
 
 /// Bytes of the file of log-probabilities; 0 for tasks without a reference, or if the samples are not known.
@@ -63,23 +65,27 @@ mod tests {
     use super::*;
     use crate::workload::workload::Epoch;
 
-    /// 80 of 100 samples in 10 steps of 8 rows, and 3 of evaluation, in forward passes of 4 rows on 2 ranks; KTO
-    /// also scores as many other completions.
+    /// 80 of 100 samples in 10 steps of 8 rows, or the 50 in an epoch by their weight, and 3 of evaluation, in forward
+    /// passes of 4 rows on 2 ranks; KTO also scores as many other completions.
     #[test]
     fn the_reference_scores_each_sample_of_the_run_once() -> anyhow::Result<()> {
-        let epoch = Some(Epoch { samples: 100, held_out: 3, ..Epoch::default() });
-        let w = Workload { steps: Some(10), epoch, ..Workload::default() };
         // a forward pass with a third of the time beside arithmetic
         let work = Work { forward: 30.0, backward: 60.0, moved: 45.0, ..Work::default() };
-        for (task, format, passes) in [("dpo", "preference", 11.0), ("kto", "unpaired", 22.0)] {
+        for (task, format, rows, samples, passes) in [
+            ("dpo", "preference", 100, 83, 11.0),
+            ("kto", "unpaired", 100, 83, 22.0),
+            ("dpo", "preference", 50, 53, 7.0),
+        ] {
+            let epoch = Some(Epoch { samples: 100, held_out: 3, rows, ..Epoch::default() });
+            let w = Workload { steps: Some(10), epoch, ..Workload::default() };
             let text = format!(
                 "task = \"{task}\"\n[model]\nsource = \"m\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \
                  \"{format}\"\n[[train]]\nmodules = [\"attention\"]\n"
             );
             let set = ["run.batch_rows=8".into(), "parallel.data=2".into()];
             let pass = ReferencePass::of(&Recipe::parse(&text, "r.toml", &set)?, &w, work, 4);
-            let want = ReferencePass { other: None, samples: Some(83), work: Some(45.0 * passes) };
-            assert_eq!(pass, Some(want), "{task}");
+            let want = ReferencePass { other: None, samples: Some(samples), work: Some(45.0 * passes) };
+            assert_eq!(pass, Some(want), "{task} of {rows} rows");
         }
         Ok(())
     }

@@ -43,6 +43,16 @@ pub struct Epoch {
     pub longest: u64,
     /// Bytes of all samples in memory, evaluation included.
     pub resident: u64,
+    /// Whether weights of sources repeat samples or leave some out.
+    pub mixed: bool,
+}
+
+impl Epoch {
+    /// Samples and rows in words.
+    pub fn words(&self) -> String {
+        let read = if self.mixed { " read," } else { " in" };
+        format!("{} samples{read} {} rows", self.samples, self.rows)
+    }
 }
 
 /// Rows and sample lengths of a dataset.
@@ -89,7 +99,7 @@ impl<'a> Sizes<'a> {
     fn epoch(&self) -> Epoch {
         let Rows { tokens, targets, longest, .. } = *self.rows;
         let (samples, rows) = (self.samples.len() as u64, self.rows.len() as u64);
-        Epoch { samples, held_out: 0, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
+        Epoch { samples, rows, tokens, targets, longest: u64::from(longest), ..Epoch::default() }
     }
 
     /// Bytes of samples and rows in memory.
@@ -212,13 +222,29 @@ impl Workload {
         } else {
             train = sizes.of_longest(micro)?;
         }
-        let epoch = Some(Epoch { resident, held_out, ..sizes.epoch() });
+        let mixed = r.data.train.iter().any(|source| source.weight != 1.0);
+        let epoch = Some(Epoch { resident, held_out, mixed, ..sizes.epoch() });
         Ok(Self { train, eval, micro_rows: 0, steps: Some(batches.steps() as u64), epoch })
     }
 
     /// Whether sample lengths are known.
     pub fn measured(&self) -> bool {
         self.epoch.is_some()
+    }
+
+    /// The mean training micro-batch, at `micros` for `rows` rows; the largest one without measured data.
+    pub fn mean(&self, rows: u64, micros: u64) -> Tokens {
+        let (Some(epoch), largest) = (self.epoch, self.train) else { return self.train };
+        let all = epoch.rows.saturating_mul(micros).max(1);
+        let part = |n: u64, most: u64| n.saturating_mul(rows).div_ceil(all).min(most);
+        let tokens = part(epoch.tokens, largest.tokens);
+        Tokens {
+            tokens,
+            targets: part(epoch.targets, largest.targets),
+            longest: largest.longest.min(tokens),
+            reach: largest.reach.min(tokens),
+            ..largest
+        }
     }
 
     /// Bytes of the tokenized data in memory, if known.
