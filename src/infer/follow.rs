@@ -1,7 +1,7 @@
 //! The newest weights of a run: `ft serve` answers with them during training.
 
 use super::LoadOptions;
-use super::run_folder::run_recipe;
+use super::run_folder::{open_without_data, run_recipe};
 use crate::train::checkpoint::state;
 use crate::train::layout::{CHECKPOINTS, end_of};
 use crate::train::{self, Job};
@@ -48,7 +48,7 @@ impl FollowedRun {
         options: LoadOptions,
         chat_template: Option<&Path>,
     ) -> ft_base::Result<(Self, Job)> {
-        let mut recipe = run_recipe(folder)?;
+        let mut recipe = run_recipe(folder, &[])?;
         let keys = model_keys(folder)?;
         recipe.run.device = ft_recipe::Device::Cpu;
         // Inference needs neither master weights nor optimizer states.
@@ -60,10 +60,7 @@ impl FollowedRun {
         }
         recipe.model.dtype = options.dtype.or(recipe.model.dtype);
         recipe.data.chat_template = chat_template.map(PathBuf::from).or(recipe.data.chat_template);
-        // Data sources are only needed for their prompt format.
-        let (train, _) = (std::mem::take(&mut recipe.data.train), std::mem::take(&mut recipe.data.eval));
-        let mut job = Job::open(recipe, Want::Weights, true)?;
-        job.recipe.data.train = train;
+        let job = open_without_data(recipe, Want::Weights, true)?;
         Ok((Self { folder: folder.into(), keys }, job))
     }
 

@@ -1,28 +1,88 @@
 //! The recipe of a run folder.
 
 use crate::log::read_metrics;
-use ft_recipe::Recipe;
+use crate::train::Job;
+use ft_hub::Want;
+use ft_recipe::{Init, Recipe, Reference};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The recipe.toml of a run, given the run folder or a folder up to two levels below.
-pub fn recipe_of(folder: &Path) -> Option<PathBuf> {
-    folder
-        .is_dir()
-        .then(|| folder.ancestors().take(3).map(|d| d.join("recipe.toml")).find(|r| r.is_file()))?
-}
-
-/// Loads the resolved recipe of a run folder. The model source is replaced by the path recorded in the
-/// metrics.
+/// As `run_recipe`, given the run folder or a folder up to two levels below; `None` in no run.
 ///
 /// # Errors
 /// Unreadable recipe.
-pub fn run_recipe(run: &Path) -> ft_base::Result<Recipe> {
-    let mut recipe = Recipe::load(&run.join("recipe.toml"), &[])?;
-    // Relative to the working directory of the run.
+pub fn recipe_of(folder: &Path, set: &[String]) -> ft_base::Result<Option<Recipe>> {
+    let run = folder.ancestors().take(3).find(|d| d.join("recipe.toml").is_file());
+    run.filter(|_| folder.is_dir()).map(|run| run_recipe(run, set)).transpose()
+}
+
+/// Loads the resolved recipe of a run folder, with the `KEY=VALUE` overrides `set`. Its relative paths go by the
+/// folders recorded in the metrics, those of `set` by the working directory.
+///
+/// # Errors
+/// Unreadable recipe.
+pub fn run_recipe(run: &Path, set: &[String]) -> ft_base::Result<Recipe> {
+    let mut recipe = Recipe::load(&run.join("recipe.toml"), set)?;
     let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
-    let found = events.iter().find_map(|e| e["model"]["source"].as_str());
-    if let Some(source) = found.filter(|s| Path::new(s).exists()) {
-        recipe.model.source = source.into();
+    // The newest start or resumption wrote the recipe.
+    let Some(begun) = events.iter().rfind(|e| e["model"]["source"].is_string()) else { return Ok(recipe) };
+    let (folders, given) = (folders(begun), recipe.clone());
+    let found = |key: &str, written: &str| {
+        let of_run = given.place(key).file == given.place("").file;
+        of_run.then(|| from_here(&folders, written)).flatten()
+    };
+    if let Some(path) = begun["model"]["source"].as_str().and_then(|s| found("model.source", s)) {
+        recipe.model.source = path;
+    }
+    for (list, name) in [(&mut recipe.data.train, "train"), (&mut recipe.data.eval, "eval")] {
+        for (i, source) in list.iter_mut().enumerate() {
+            if let Some(path) = found(&format!("data.{name}.{i}.source"), &source.source) {
+                source.source = path;
+            }
+        }
+    }
+    let template = recipe.data.chat_template.as_ref();
+    if let Some(path) = template.and_then(|t| found("data.chat_template", &t.to_string_lossy())) {
+        recipe.data.chat_template = Some(path.into());
+    }
+    if let Some(path) = recipe.lora.init.adapter().and_then(|a| found("lora.init", a)) {
+        recipe.lora.init = Init::Adapter(path);
+    }
+    if let Reference::Other(other) = &mut recipe.preference.reference
+        && let Some(path) = found("preference.reference", other)
+    {
+        *other = path;
     }
     Ok(recipe)
+}
+
+/// Folders that relative paths of a run go by: its working directory, empty if that is this one or not recorded, and
+/// the folder of its recipe.
+fn folders(begun: &Value) -> Vec<PathBuf> {
+    let here = std::env::current_dir().ok();
+    let of = |key: &str| begun["folders"][key].as_str().map(PathBuf::from);
+    let working = of("working").filter(|w| here.as_ref() != Some(w)).unwrap_or_default();
+    std::iter::once(working).chain(of("recipe")).collect()
+}
+
+/// A path in the first folder that has it; `None` if none has. Of a pattern, the folders before the first wildcard
+/// decide.
+fn from_here(folders: &[PathBuf], written: &str) -> Option<String> {
+    let literal = match written.find(['*', '?', '[']) {
+        Some(at) => written[..at].rfind('/').map_or(".", |slash| &written[..=slash]),
+        None => written,
+    };
+    let folder = folders.iter().find(|f| f.join(literal).exists())?;
+    Some(folder.join(written).display().to_string())
+}
+
+/// Opens the recipe of a run for inference. Data sources are only needed for their prompt format, and not read.
+///
+/// # Errors
+/// As [`Job::open`].
+pub fn open_without_data(mut recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Job> {
+    let (train, _) = (std::mem::take(&mut recipe.data.train), std::mem::take(&mut recipe.data.eval));
+    let mut job = Job::open(recipe, want, progress)?;
+    job.recipe.data.train = train;
+    Ok(job)
 }

@@ -1,9 +1,9 @@
 //! Resolves run folders and checkpoints given in place of a model or an adapter.
 
-use super::run_folder::run_recipe;
+use super::run_folder::{open_without_data, run_recipe};
 use super::usage;
 use crate::train::layout::{CHECKPOINTS, RESULTS, end_of, is_run};
-use crate::train::{Job, output};
+use crate::train::output;
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};
 use ft_engine::adapters;
@@ -69,10 +69,10 @@ impl Source {
         let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
         let run =
             run.ok_or_else(|| fail("a checkpoint is used with its run's recipe.toml, two folders above"))?;
-        let mut recipe = run_recipe(run)?;
+        let mut recipe = run_recipe(run, &[])?;
         // conversion runs on the CPU
         recipe.run.device = ft_recipe::Device::Cpu;
-        let job = Job::open(recipe, Want::Tokenizer, false)?;
+        let job = open_without_data(recipe, Want::Tokenizer, false)?;
         let converted =
             tempfile::tempdir().map_err(|e| fail(&format!("no folder for what it holds: {e}")))?;
         let out = converted.path().join(if job.selection.everything_full() { "model" } else { "adapter" });

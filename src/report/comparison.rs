@@ -16,7 +16,8 @@ pub const MAX_RUNS: usize = 8;
 /// Most characters of a value.
 const MAX_TEXT: usize = 300;
 /// Keys of the "start" event that are not inputs of the run.
-const NOT_INPUTS: &[&str] = &["event", "name", "time", "command", "plan", "step", "steps", "given"];
+const NOT_INPUTS: &[&str] =
+    &["event", "name", "time", "command", "folders", "plan", "step", "steps", "given"];
 
 /// A run and its label on the page.
 pub struct Run {

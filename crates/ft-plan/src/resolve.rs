@@ -37,7 +37,7 @@ impl Resolved {
     /// Selects the trained modules with `select`, after a check of config and recipe.
     ///
     /// # Errors
-    /// As [`check_model`]; a score head of another task; errors of `select`.
+    /// As [`check_model`], [`check_experts`] and [`check_stages`]; a score head of another task; errors of `select`.
     pub fn new(
         recipe: &Recipe,
         config: Config,
@@ -142,7 +142,10 @@ pub(crate) fn unsuited(recipe: &Recipe, config: &Config) -> Option<Unsuited> {
 
 /// Refuses products of 8-bit floats on the CPU, on a card before compute capability 8.9, in another dtype than bf16,
 /// and with no frozen matrix in them.
-fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) -> Result<(), Error> {
+///
+/// # Errors
+/// These.
+pub fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) -> Result<(), Error> {
     if recipe.memory.products != Products::Fp8 {
         return Ok(());
     }
@@ -262,7 +265,10 @@ fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
 }
 
 /// Refuses ranks that the experts of the model do not divide by.
-fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+///
+/// # Errors
+/// `parallel.expert` above 1 without experts, or with another number of them.
+pub fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
     let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));
     match &config.moe {
@@ -281,7 +287,10 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 }
 
 /// Refuses more stages than layers, and `parallel.stages` of another number of layers.
-fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+///
+/// # Errors
+/// These.
+pub fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (p, layers) = (&recipe.parallel, config.layers);
     if partition(config, p.pipeline, &p.stages).is_some() {
         return Ok(());

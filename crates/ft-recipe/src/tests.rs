@@ -214,6 +214,13 @@ fn overrides_have_the_type_of_their_key() {
     assert_eq!(ok(&["name=7"]).name, "7");
     assert_eq!(ok(&["name=2026-11-23"]).name, "2026-11-23");
     assert_eq!(ok(&["model.revision=1e5"]).model.revision, "1e5");
+    for slice in ["[-50:]", "[:20%]", "[100:200]"] {
+        let r = ok(&[&format!("data.train.0.split={slice}")]);
+        assert_eq!(r.data.train[0].split.as_deref(), Some(slice));
+    }
+    assert_eq!(ok(&["data.train.0.split='[5:]'"]).data.train[0].split.as_deref(), Some("[5:]"));
+    assert!(message(&["data.train.0.split=[-50:"]).contains("a slice is [100:200]"));
+    assert!(message(&["train.0.modules=['a'"]).contains("is not TOML"));
     let r = ok(&["data.train=my.jsonl", "data.eval='your.csv'"]);
     assert_eq!((r.data.train.len(), r.data.train[0].source.as_str()), (1, "my.jsonl"));
     assert_eq!((r.data.train[0].format, r.data.eval[0].source.as_str()), (None, "your.csv"));
@@ -261,6 +268,16 @@ fn keys_without_effect_are_told() {
     assert!(r.warnings(gpu)[0].contains("\"activations\" does nothing with memory.recompute"));
     let r = ok(&["train.0.method=full", "optimizer.master=f32"]);
     assert_eq!((r.warnings(cpu).len(), r.warnings(gpu).len()), (1, 0));
+    // the rules of a resolved recipe have values of their own
+    let resolved = ok(&[]).to_toml();
+    for set in ["lora.rank=64", "lora.alpha=9", "lora.dropout=0.5", "lora.rslora=true", "lora.dora=true"] {
+        let r =
+            Recipe::parse(&resolved, "recipe.toml", &[set.into()]).unwrap_or_else(|e| panic!("{set}: {e}"));
+        let says = format!("{} does nothing: every rule", set.split_once('=').unwrap().0);
+        assert!(r.warnings(gpu).iter().any(|w| w.contains(&says)), "{set}: {:?}", r.warnings(gpu));
+        assert!(ok(&[set]).warnings(gpu).is_empty(), "{set}");
+    }
+    assert!(ok(&["lora.rank=64", "train.0.rank=64"]).warnings(gpu).is_empty());
     // answers to log.samples have a length of their own
     let r = ok(&["log.samples=['a']", "generate.max_new_tokens=9"]);
     assert!(r.warnings(cpu)[0].contains("generate.max_new_tokens does nothing"));

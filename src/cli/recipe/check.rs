@@ -4,7 +4,7 @@ use super::summary::Found;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print_wrapped;
 use crate::infer::usage;
-use crate::train::{self, job, log, rows, server, sources};
+use crate::train::{self, Job, job, log, reference_model, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
@@ -13,9 +13,10 @@ use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
 use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
-use ft_plan::{resolve, source};
+use ft_plan::{Target, machine, resolve, source};
 use ft_recipe::{Device, Part, Recipe, Source, Weights};
 use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Arguments of `ft check`.
 #[derive(Debug, clap::Args)]
@@ -88,7 +89,8 @@ impl Check<'_> {
 
     fn all(&mut self) -> Found {
         let recipe = self.recipe;
-        let compute = self.machine().map(|cuda| (cuda, resolve::dtype(recipe.model.dtype, cuda)));
+        let (cuda, device) = self.machine();
+        let compute = cuda.map(|cuda| (cuda, resolve::dtype(recipe.model.dtype, cuda)));
         let mut found = Found { compute, ..Found::default() };
         let adapter = self.reach("the adapter", job::adapter(self.settings, recipe, true)).flatten();
         let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
@@ -102,9 +104,15 @@ impl Check<'_> {
             return found;
         };
         self.keep(job::check_model(recipe, config));
+        self.keep(resolve::check_experts(recipe, config));
+        self.keep(resolve::check_stages(recipe, config));
         // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
+        }
+        if let (Some(cuda), Some(selection)) = (cuda, &found.selection) {
+            let target = device.as_ref().map_or_else(|| Target::from(cuda), Target::of);
+            self.keep(resolve::check_products(recipe, selection, machine(recipe, target)));
         }
         let tokenizer = self.tokenizer(adapter.as_ref());
         if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
@@ -118,24 +126,32 @@ impl Check<'_> {
             _ => self.sources(),
         }
         self.weights(&mut found, adapter.as_ref());
+        if let Some(device) = device {
+            self.reference(&found, device, (adapter, tokenizer.flatten()));
+        }
         found
     }
 
-    /// Checks devices and the output folder; whether the run is on CUDA.
-    fn machine(&mut self) -> Option<bool> {
+    /// Checks devices and the output folder; whether the run is on CUDA, and its device if one is here.
+    fn machine(&mut self) -> (Option<bool>, Option<candle_core::Device>) {
         let recipe = self.recipe;
-        let cuda = if recipe.run.device == Device::Cuda && cuda::count() == 0 {
+        let absent = recipe.run.device == Device::Cuda && cuda::count() == 0;
+        let device = if absent {
             let how = "memory and libraries of the CUDA device: none is here, and ft run needs one";
             self.unchecked.push(how.into());
-            Some(true)
+            None
         } else {
-            let device = self.keep(job::device(recipe.run.device)).map(|d| d.is_cuda());
-            if let Some(cuda) = device {
-                let program = std::env::current_exe().ok();
-                self.keep(server::check(recipe, cuda, program.as_deref()));
-            }
-            device
+            self.keep(job::device(recipe.run.device))
         };
+        if let Some(device) = &device {
+            let program = std::env::current_exe().ok();
+            self.keep(server::check(recipe, device.is_cuda(), program.as_deref()));
+        }
+        let cuda = device.as_ref().map(|d| d.is_cuda()).or(absent.then_some(true));
+        if let Some((what, hint)) = cuda.and_then(|cuda| train::carries_nothing(recipe, cuda)) {
+            let why = format!("{what}\n  hint: {hint}");
+            self.errors.push(train::Error::at(recipe, "parallel.comm", why).into());
+        }
         self.keep(log::check(recipe));
         let output = &recipe.run.output;
         if output.exists() && !output.is_dir() {
@@ -143,7 +159,7 @@ impl Check<'_> {
             self.errors
                 .push(usage(format!("{place}: {} is no folder\n  hint: another name", output.display())));
         }
-        cuda
+        (cuda, device)
     }
 
     /// Finds the model and its config.
@@ -238,6 +254,37 @@ impl Check<'_> {
             self.keep(adapter.check_base(files, config));
         }
         found.weights = true;
+    }
+
+    /// Checks another model as reference, if it is on this machine.
+    fn reference(
+        &mut self,
+        found: &Found,
+        device: candle_core::Device,
+        (adapter, tokenizer): (Option<Adapter>, Option<Tokenizer>),
+    ) {
+        let (Some(model), Some(config), Some(selection)) = (&found.model, &found.config, &found.selection)
+        else {
+            return;
+        };
+        let Some(other) = reference_model::recipe_of(self.recipe) else { return };
+        let cached = Settings { offline: true, ..self.settings.clone() };
+        let files = job::model(&cached, &other, Want::Weights, false);
+        if files.as_ref().is_err_and(is_out_of_reach) {
+            self.reach("the reference", files);
+            return;
+        }
+        let job = Job {
+            recipe: self.recipe.clone(),
+            dtype: job::dtype(self.recipe.model.dtype, &device),
+            device,
+            model: model.clone(),
+            config: config.clone(),
+            tokenizer: tokenizer.map(Arc::new),
+            selection: selection.clone(),
+            adapter: adapter.map(Arc::new),
+        };
+        self.keep(reference_model::check(&job));
     }
 }
 

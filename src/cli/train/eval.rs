@@ -89,8 +89,10 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 /// provides recipe and result.
 fn recipe(args: &Args) -> ft_base::Result<(Recipe, Option<Source>)> {
     let named = &args.recipe.recipe;
-    let run = recipe_of(named);
-    let mut recipe = Recipe::load(run.as_ref().unwrap_or(named), &args.recipe.set)?;
+    let (mut recipe, of_run) = match recipe_of(named, &args.recipe.set)? {
+        Some(recipe) => (recipe, Some(named.display().to_string())),
+        None => (Recipe::load(named, &args.recipe.set)?, None),
+    };
     quickstart::provide(named, &recipe, true)?;
     if !recipe.data.evaluates() {
         let place = recipe.place("data");
@@ -99,7 +101,6 @@ fn recipe(args: &Args) -> ft_base::Result<(Recipe, Option<Source>)> {
     if recipe.data.eval_share == 0.0 {
         recipe.data.train.clear();
     }
-    let of_run = run.map(|_| named.display().to_string());
     let source = args.adapter.clone().or(of_run).map(|name| Source::find(&name)).transpose()?;
     match &source {
         Some(source) if source.is_model() => {

@@ -110,8 +110,15 @@ impl Identity {
     }
 }
 
-/// Returns true for keys with paths of data. Data contents are covered by `hash.data`.
-pub(super) fn is_place(key: &str) -> bool {
-    let nth = key.strip_prefix("data.train.").and_then(|k| k.strip_suffix(".source"));
-    nth.is_some_and(|n| n.parse::<usize>().is_ok())
+/// The hash of the content at a place; `None` for keys that are no places.
+pub(super) fn hash_of_place(key: &str) -> Option<&'static str> {
+    match key {
+        "model.source" | "model.revision" => Some("hash.model"),
+        "lora.init" => Some("hash.adapter"),
+        "preference.reference" => Some("hash.reference"),
+        _ => {
+            let nth = key.strip_prefix("data.train.").and_then(|k| k.strip_suffix(".source"));
+            nth.is_some_and(|n| n.parse::<usize>().is_ok()).then_some("hash.data")
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //!
 //! Random numbers and the position in the data are functions of seed and step, so nothing else is saved.
 
-use super::identity::is_place;
+use super::identity::hash_of_place;
 use crate::train::Error;
 use crate::train::step::LossScale;
 use candle_core::{DType, Device, Tensor};
@@ -287,15 +287,17 @@ pub fn check_accepted(
     )))
 }
 
-/// Lists the differences of two identities, one line per key, without accepted keys.
+/// Lists the differences of two identities, one line per key, without accepted keys, and without places whose content
+/// has a hash in both.
 pub fn changes(
     old: &BTreeMap<String, String>,
     new: &BTreeMap<String, String>,
     accepted: &[String],
 ) -> Vec<String> {
+    let is_hashed = |k: &str| hash_of_place(k).is_some_and(|h| old.contains_key(h) && new.contains_key(h));
     let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
     keys.into_iter()
-        .filter(|k| !accepted.contains(k) && !is_place(k) && old.get(*k) != new.get(*k))
+        .filter(|k| !accepted.contains(k) && !is_hashed(k) && old.get(*k) != new.get(*k))
         .map(|k| {
             let show = |m: &BTreeMap<String, String>| m.get(k).map_or("(not set)".into(), |v| v.to_string());
             format!("  {k}: was {}, is {}", show(old), show(new))

@@ -37,7 +37,8 @@ pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
 
 /// Folder of the result of a run.
 fn result_of(run: &Path) -> Option<PathBuf> {
-    RESULTS.iter().map(|r| run.join(r)).find(|r| is_run(run) && r.is_dir())
+    let is_run = run.join("recipe.toml").is_file();
+    RESULTS.iter().map(|r| run.join(r)).find(|r| is_run && r.is_dir())
 }
 
 /// The job of [`recipe_of`], on the device of `job`.

@@ -96,6 +96,7 @@ impl RunLog {
         let mut event = json!({
             "event": if done > 0 { "resume" } else { "start" }, "name": job.recipe.name, "time": unix_time(),
             "command": std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>(),
+            "folders": folders(&job.recipe),
             "versions": {"ft": env!("CARGO_PKG_VERSION"), "candle": "0.11.1"},
             "model": {"source": job.model.source, "revision": job.model.revision,
                 "family": job.config.family.model_type},
@@ -383,6 +384,13 @@ fn tracked(dir: &Path, recipe: &Recipe, resumes: bool) -> Option<MlFlowRun> {
         file: dir.join("mlflow.json"),
         resumes,
     })
+}
+
+/// Folders that relative paths of the recipe go by: the working directory, and the folder of the recipe.
+fn folders(recipe: &Recipe) -> Option<Value> {
+    let working = std::env::current_dir().ok()?;
+    let beside = working.join(&recipe.folder);
+    Some(json!({"working": working.to_string_lossy(), "recipe": beside.to_string_lossy()}))
 }
 
 /// Adds metrics of a task to an event.

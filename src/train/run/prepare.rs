@@ -92,10 +92,11 @@ impl Resume {
         Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into())
     }
 
-    /// Returns true if no step is left, by number or by early stopping.
-    fn is_finished(&self, dir: &Path, total: usize, run: &Run) -> bool {
+    /// Returns true if no step is left, by number or by early stopping on evaluations of the data with hash `eval`.
+    fn is_finished(&self, dir: &Path, total: usize, (run, eval): (&Run, Option<&str>)) -> bool {
         let stopped_early = || {
-            let events = read_metrics(&dir.join("metrics.jsonl")).unwrap_or_default();
+            let mut events = read_metrics(&dir.join("metrics.jsonl")).unwrap_or_default();
+            EvalHistory::only_of(&mut events, eval);
             EvalHistory::of(run.best, &events).is_exhausted(run.patience)
         };
         ended(dir) && (self.state.step >= total as u64 || stopped_early())
@@ -141,7 +142,8 @@ pub fn prepare(
         // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
         identity.get()?;
     }
-    if check_resume(resume.as_ref(), &identity, options, &job, (&result, batches.steps()))? {
+    let eval_hash = eval.as_deref().map(|e| e.hash.as_str());
+    if check_resume(resume.as_ref(), &identity, options, &job, (&result, batches.steps(), eval_hash))? {
         return Ok(Prepared::Finished(result));
     }
     if goes_on {
@@ -167,13 +169,13 @@ pub fn prepare(
 }
 
 /// Checks the checkpoint to resume against this run. Returns true if the run is finished. `total` is the number
-/// of steps.
+/// of steps, `eval` the hash of the evaluation data.
 fn check_resume(
     resume: Option<&Resume>,
     identity: &Identity,
     options: &Options,
     job: &Job,
-    (result, total): (&Path, usize),
+    (result, total, eval): (&Path, usize, Option<&str>),
 ) -> ft_base::Result<bool> {
     let dir = &job.recipe.run.output;
     let Some(r) = resume else {
@@ -184,7 +186,7 @@ fn check_resume(
     };
     r.check(identity, options, dir)?;
     let has_result = options.step.is_none() && result.is_dir();
-    if has_result && r.is_finished(dir, total, &job.recipe.run) {
+    if has_result && r.is_finished(dir, total, (&job.recipe.run, eval)) {
         return Ok(true);
     }
     tell(&format!("going on from {} (step {} of {total})", r.checkpoint.path.display(), r.state.step));

@@ -26,6 +26,7 @@ use ft_data::Micro;
 use ft_engine::params::build::unreached;
 use ft_engine::walk::{Times, generate};
 use ft_recipe::Part;
+use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -46,6 +47,8 @@ pub struct Trainer<'a> {
     saved: Option<u64>,
     /// Step of the newest samples.
     sampled: Option<u64>,
+    /// Whether the evaluations before a resumption were of other data.
+    is_other_eval: bool,
     /// True once a backward pass has reached all trained tensors.
     reached: bool,
     /// Server of `serve.devices`.
@@ -72,7 +75,12 @@ impl<'a> Trainer<'a> {
         let mut log = RunLog::open(dir, &job.recipe, resumed, run.total(), (rates, run.inputs.schedule))?;
         run.options.observer.iter().for_each(|observer| log.metrics.observe(observer.clone()));
         let mut events = read_metrics(&dir.join("metrics.jsonl"))?;
-        let others = EvalHistory::only_of(&mut events, run.inputs.eval.as_deref().map(|e| e.hash.as_str()));
+        let last =
+            |events: &[Value]| events.iter().rfind(|e| e["event"] == "eval").map(|e| e["step"].as_u64());
+        let newest = last(&events);
+        let hash = run.inputs.eval.as_deref().map(|e| e.hash.as_str());
+        let others = EvalHistory::only_of(&mut events, hash);
+        let is_other_eval = newest != last(&events);
         if others > 0 && (job.recipe.run.keep_best || job.recipe.run.patience > 0) {
             warn(&format!(
                 "data.eval: {} of other data: not compared with those to come (run.keep_best, run.patience)",
@@ -89,7 +97,20 @@ impl<'a> Trainer<'a> {
         let divergence = DivergenceCheck::default();
         let done = run.done();
         let (saved, sampled, reached) = (resumed, None, false);
-        Ok(Self { cx, run, log, monitor, history, divergence, done, saved, sampled, reached, server })
+        Ok(Self {
+            cx,
+            run,
+            log,
+            monitor,
+            history,
+            divergence,
+            done,
+            saved,
+            sampled,
+            is_other_eval,
+            reached,
+            server,
+        })
     }
 
     /// Trains, and writes the result.
@@ -108,7 +129,7 @@ impl<'a> Trainer<'a> {
         self.begin()?;
         if first > 0 && self.is_due(self.cx.job.recipe.run.eval_every, first) {
             // Repeats what was interrupted after the checkpoint.
-            if self.log.metrics.count("eval") == 0 {
+            if self.log.metrics.count("eval") == 0 || self.is_other_eval {
                 self.evaluate()?;
             }
             self.sample()?;
@@ -202,30 +223,40 @@ impl<'a> Trainer<'a> {
         // Other ranks follow the original plan.
         let young = step - (run.done() as usize) < REPLANNED_STEPS;
         let again = young && self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
+        let scale = self.cx.loss_scale.get();
         let output = loop {
             match self.cx.accumulate(&input, times, &|| run.signals.asked()) {
                 Ok(output) => break output,
                 Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
                     self.recompute_more(step as u64, e)?;
                 }
-                Err(e) => return Err(self.after_intact(e)),
+                Err(e) => {
+                    self.cx.loss_scale.set(scale);
+                    return Err(self.after_intact(e));
+                }
             }
         };
         match self.cx.update(&input, &output, times) {
-            Err(e) if matches!(e.of(), Some(Error::NonFinite { .. })) => Err(self.after_intact(e)),
+            Err(e) if matches!(e.of(), Some(Error::NonFinite { .. })) => {
+                self.cx.loss_scale.set(scale);
+                Err(self.after_intact(e))
+            }
             outcome => outcome.map(|()| output),
         }
     }
 
     /// Before an error that has left the weights of the last step as they are, saves a checkpoint of that step, beside
-    /// all others. Not with several ranks, which can have failed too, nor with updates in the backward pass.
+    /// `run.keep` others: the error may have begun in the steps before. Not with several ranks, which can have failed
+    /// too, nor with updates in the backward pass.
     fn after_intact(&mut self, e: ft_base::Error) -> ft_base::Error {
         let is_saved = self.done == 0 || self.saved == Some(self.done);
         let is_alone = self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
         if is_saved || !is_alone || matches!(e.of(), Some(Error::Abandoned(_))) {
             return e;
         }
-        match self.save_keeping(usize::MAX) {
+        // the error's place, before that of the saving
+        let e = self.monitor.planned().explain(e);
+        match self.save_keeping(self.cx.job.recipe.run.keep.saturating_add(1)) {
             Ok(()) => self.log.line(&format!(
                 "a checkpoint of step {} is written before the error: --resume goes on from it",
                 self.done

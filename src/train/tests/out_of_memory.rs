@@ -72,6 +72,7 @@ fn out_of_memory_ends_a_run_where_no_plan_takes_less_or_it_comes_late() -> Resul
         SMALL.set(None);
         let e = done.err().context("it ran")?;
         assert_eq!(e.exit_code(), ExitCode::DoesNotFit, "{name}: {e}");
+        assert!(!e.to_string().contains("saving"), "{name}: {e}");
         if name != "fixed" {
             assert_eq!(!events(&out, "replanned")?.is_empty(), replans, "{name}");
         }

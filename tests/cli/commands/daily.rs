@@ -1,6 +1,6 @@
 //! Everyday use: recipes by name, run folders, early stopping, the best checkpoint, other log formats.
 
-use crate::world::{FULL, LORA, World, quickstart, recipe, reference};
+use crate::world::{FULL, LORA, World, quickstart, ran, recipe, reference};
 use serde_json::{Value, json};
 
 /// Arguments of `ft init` for LoRA in the free memory.
@@ -293,6 +293,35 @@ fn run_folders_and_checkpoints_stand_for_their_adapter() {
     assert!(none.code == 2 && none.err.contains("no result and no checkpoint"), "{}", none.err);
 }
 
+/// Relative paths of a run go by its working directory and the folder of its recipe, wherever its folder is used.
+#[test]
+fn a_run_folder_is_used_from_any_folder() {
+    let w = World::new();
+    w.config("mine/tiny", json!({}));
+    w.write("mine/r.toml", recipe(&LORA.replace("dora = true", "dora = false")));
+    for file in ["rows.jsonl", "eval.jsonl"] {
+        w.write(&format!("mine/{file}"), w.read(file));
+        std::fs::remove_file(w.path(file)).expect("removed");
+    }
+    w.ok(&["run", "mine/r.toml", "run.save_every=3", "run.output=o"]);
+    std::fs::create_dir(w.path("elsewhere")).expect("created");
+    let loss = |folder: &str, args: &[&str]| {
+        let mut command = w.command(&[&["eval"], args, &["--json"]].concat());
+        let r = ran(command.current_dir(w.path(folder)).output().expect("started"));
+        assert_eq!(r.code, 0, "{}", r.err);
+        r.loss()
+    };
+    let from_here = loss("", &["o"]);
+    assert_eq!(loss("elsewhere", &["../o"]), from_here);
+    // A path on the command line goes by this folder.
+    w.write("elsewhere/eval.jsonl", w.text("mine/eval.jsonl").lines().next().expect("a row"));
+    assert_eq!(loss("elsewhere", &["../o"]), from_here);
+    assert_ne!(loss("elsewhere", &["../o", "data.eval.0.source=eval.jsonl"]), from_here);
+    // A checkpoint needs no rows.
+    std::fs::remove_file(w.path("mine/rows.jsonl")).expect("removed");
+    assert_eq!(loss("elsewhere", &["../o/checkpoints/step-00000006"]), from_here);
+}
+
 #[test]
 fn a_run_folder_of_full_training_is_a_model() {
     let w = World::tiny(FULL);
@@ -361,6 +390,15 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
     };
     let again = resumed(&["run.patience=2"]);
     assert!(again.err.contains("finished already"), "{}", again.err);
+    // Evaluations of other data do not count.
+    let other = ["run.output=other", "run.patience=2", "run.steps=20"];
+    w.ok(&[&["run"], &set[..], &other].concat());
+    w.write("other.jsonl", w.text("eval.jsonl").lines().take(2).fold(String::new(), |all, l| all + l + "\n"));
+    let eval = ["data.eval=[{source='other.jsonl', format='tokens'}]", "--resume"];
+    let r = w.ok(&[&["run"], &set[..], &other, &eval].concat());
+    assert!(r.err.contains("of other data: not compared"), "{}", r.err);
+    let at_done = w.events("other", "eval").into_iter().filter(|e| e["step"] == done);
+    assert_eq!(at_done.count(), 2, "the last step is evaluated on the new data");
     // With more patience, the run continues to the same end as an uninterrupted run.
     resumed(&["run.patience=0"]);
     assert_eq!(w.steps("short"), w.steps("long"));

@@ -45,11 +45,25 @@ fn check_refuses_what_a_run_refuses() {
         ("data.train.0.weight=1e9", [2, 2], "that is too many"),
         ("data.train.0.weight=1e-9", [2, 2], "no sample of the sources is in an epoch"),
         ("run.output='q.toml'", [2, 5], "q.toml"),
+        ("memory.products=fp8", [2, 2], "the CPU, which has no such products"),
+        ("parallel.comm=nccl", [2, 2], "is for CUDA devices"),
     ] {
         for (verb, code) in ["check", "run"].into_iter().zip(codes) {
-            let r = w.ft(&[verb, "q.toml", set]);
+            let r = w.ft(&[verb, "q.toml", "run.device=cpu", set]);
             assert!(r.code == code && r.err.contains(said), "{verb} {set}: {} {}", r.code, r.err);
         }
+    }
+    w.write(
+        "pairs.jsonl",
+        "{\"prompt\": \"Who?\", \"chosen\": \"They.\", \"rejected\": \"No.\"}\n".repeat(9),
+    );
+    let pairs =
+        ["train", "eval"].map(|p| format!("data.{p}=[{{source='pairs.jsonl', format='preference'}}]"));
+    for verb in ["check", "run"] {
+        let set: [&str; 5] =
+            ["run.device=cpu", "task=dpo", "preference.reference=./nowhere", &pairs[0], &pairs[1]];
+        let r = w.ft(&[&[verb, "q.toml"][..], &set].concat());
+        assert!(r.code == 4 && r.err.contains("\"./nowhere\" is not there"), "{verb}: {} {}", r.code, r.err);
     }
 }
 

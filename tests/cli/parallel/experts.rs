@@ -239,10 +239,14 @@ fn experts_that_ranks_cannot_split_are_refused() {
         (&["parallel.data=2", "parallel.expert=4"], "parallel.expert"),
         (&["parallel.data=2", "parallel.expert=2", "generate.samples=2"], "generate.samples"),
     ] {
-        split::refused(&w, "run", set, says);
+        for verb in ["run", "check"] {
+            split::refused(&w, verb, set, says);
+        }
     }
     w.config("tiny", json!({"model_type": "qwen3"}));
-    let r = w.ft(&["run", "r.toml", "run.output=none", "parallel.data=2", "parallel.expert=2"]);
-    assert!(r.code == 2 && r.err.contains("parallel.expert"), "{}", r.err);
-    assert!(!w.path("none").exists());
+    for verb in ["run", "check"] {
+        let r = w.ft(&[verb, "r.toml", "run.output=none", "parallel.data=2", "parallel.expert=2"]);
+        assert!(r.code == 2 && r.err.contains("parallel.expert"), "{}", r.err);
+        assert!(!w.path("none").exists());
+    }
 }

@@ -78,6 +78,8 @@ fn families() -> [(&'static str, Value); 8] {
 #[test]
 fn gradients_are_those_of_one_rank() {
     for (rules, config) in families() {
+        // the norm behind linear attention divides by small outputs, and their rounding grows
+        let rounding = if config == hybrid() { 1e-5 } else { 1e-6 };
         let w = world(rules, config);
         let one_step = ["run.steps=1", "run.save_every=1"];
         bits(&w, "one", &one_step);
@@ -92,10 +94,10 @@ fn gradients_are_those_of_one_rank() {
             let own = layout(data, tensor, 0);
             bits(&w, "run", &[&with(&own, set)[..], &one_step].concat());
             let far = (norm("run") / norm("one") - 1.0).abs();
-            assert!(far <= 1e-6, "{rules}{own:?}: the norm is {far:.1e} apart");
+            assert!(far <= rounding, "{rules}{own:?}: the norm is {far:.1e} apart");
             let far = gradients_apart(&gradients(&w, "run"), &want, &format!("{rules}{own:?} {set:?}"));
             // Sums of four parts round more often.
-            let bar = if tensor > 2 { 2e-6 } else { 1e-6 };
+            let bar = if tensor > 2 { 2.0 * rounding } else { rounding };
             assert!(far <= bar, "{rules}{own:?} {set:?}: all gradients are {far:.1e} apart");
         }
     }

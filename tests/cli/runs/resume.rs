@@ -251,6 +251,28 @@ fn a_resume_takes_accepted_changes_alone() {
     assert_eq!(w.checkpoints("a").last().map(String::as_str), Some("step-00000008"));
 }
 
+/// A moved model or adapter with the same content is no change; another model is one.
+#[test]
+fn a_resume_takes_a_moved_model_and_adapter() {
+    let w = World::tiny("[lora]\nrank = 2\n[[train]]\nmodules = [\"attention\"]\n");
+    w.ok(&["run", "r.toml", "run.output=first", "run.steps=2"]);
+    let run = |steps: &str, set: &[&str], more: &[&str]| {
+        w.ft(&[&["run", "r.toml", "run.output=a", steps], set, more].concat())
+    };
+    assert_eq!(run("run.steps=2", &["lora.init=first/adapter"], &[]).code, 0);
+    w.copy(w.path("tiny"), "moved");
+    w.copy(w.path("first/adapter"), "kept");
+    let resume = ["--resume", "--accept-change", "run.steps"];
+    let r = run("run.steps=4", &["lora.init=kept", "model.source=moved"], &resume);
+    assert!(r.code == 0 && r.err.contains("going on from"), "{}", r.err);
+    assert_eq!(w.steps("a").len(), 4);
+    let r = run("run.steps=6", &["model.source=moved"], &resume);
+    assert!(r.code == 2 && r.err.contains("lora.init: was ") && !r.err.contains("model.source"), "{}", r.err);
+    w.config("moved", json!({"rms_norm_eps": 1e-5}));
+    let r = run("run.steps=6", &["lora.init=kept", "model.source=moved"], &resume);
+    assert!(r.code == 2 && r.err.contains("hash.model: was ") && !r.err.contains("lora.init"), "{}", r.err);
+}
+
 /// An overflowing loss: exit code 6, names of tensors and rows, and unchanged checkpoints.
 #[test]
 fn nothing_that_is_not_finite_reaches_a_weight() {

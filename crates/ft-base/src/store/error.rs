@@ -364,6 +364,9 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
         io::ErrorKind::ResourceBusy | io::ErrorKind::CrossesDevices => {
             "\nhint: if a disk is mounted there, name a folder on it"
         }
+        io::ErrorKind::Unsupported => {
+            "\nhint: the file system may have no locks (Lustre: mount it with -o flock); choose a folder on another one"
+        }
         io::ErrorKind::ReadOnlyFilesystem => "\nhint: the disk is mounted read-only; choose another folder",
         io::ErrorKind::PermissionDenied => {
             "\nhint: this user may not write there; choose another folder or change its permissions"

@@ -2,8 +2,8 @@
 
 use super::context::Cross;
 use crate::keys::{
-    Dtype, Form, Format, Kind, Method, Offload, Products, Quantize, Recipe, Recompute, Rule, Schedule, Task,
-    Unset, Weights, find_key, first_entries,
+    Dtype, Form, Format, Kind, Lora, Method, Offload, Products, Quantize, Recipe, Recompute, Rule, Schedule,
+    Task, Unset, Weights, find_key, first_entries,
 };
 use crate::syntax::{Table, parse_value};
 use std::collections::BTreeSet;
@@ -33,6 +33,12 @@ struct Case<'a> {
 impl Case<'_> {
     fn rule(&self, is: impl Fn(&Rule) -> bool) -> bool {
         self.r.train.get(self.index).is_some_and(is)
+    }
+
+    /// Whether there are LoRA rules, and all differ from `[lora]`.
+    fn lora_rules_differ(&self, differs: impl Fn(&Rule, &Lora) -> bool) -> bool {
+        let mut rules = self.r.train.iter().filter(|r| r.is(Method::Lora));
+        self.r.uses_lora_defaults() && rules.all(|r| differs(r, &self.r.lora))
     }
 
     fn one_rank(&self) -> bool {
@@ -74,6 +80,7 @@ macro_rules! rows {
 }
 
 const LORA: &str = " does nothing: no [[train]] rule has method = \"lora\"";
+const OWN: &str = " does nothing: every rule with method = \"lora\" has another value of its own";
 const FORM: &str = " does nothing: rows of this format have one form only";
 const TASK: &str = " does nothing with this task";
 const OUT: &str = "leave it out";
@@ -92,6 +99,16 @@ const ROWS: &[Row] = rows! {
         "without rules, the config of the adapter in lora.init decides";
     refuse ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora", "optimizer.lr_scale_b"]
         if |c| !c.r.train.is_empty() && !c.r.uses_lora_defaults(), of ["train"]: LORA, OUT;
+    tell ["lora.rank"] if |c| c.lora_rules_differ(|r, lora| r.rank != Some(lora.rank)), of ["train", "lora"]:
+        OWN, "set it in the rules: train.0.rank = 8";
+    tell ["lora.alpha"] if |c| c.lora_rules_differ(|r, lora| r.alpha != Some(lora.alpha)), of ["train", "lora"]:
+        OWN, "set it in the rules: train.0.alpha = 16";
+    tell ["lora.dropout"] if |c| c.lora_rules_differ(|r, lora| r.dropout != Some(lora.dropout)), of ["train", "lora"]:
+        OWN, "set it in the rules: train.0.dropout = 0.1";
+    tell ["lora.rslora"] if |c| c.lora_rules_differ(|r, lora| r.rslora != Some(lora.rslora)), of ["train", "lora"]:
+        OWN, "set it in the rules: train.0.rslora = true";
+    tell ["lora.dora"] if |c| c.lora_rules_differ(|r, lora| r.dora != Some(lora.dora)), of ["train", "lora"]:
+        OWN, "set it in the rules: train.0.dora = true";
     refuse ["lora.init"] if |c| c.r.lora.init.decomposition().is_some() && !c.r.uses_lora_defaults(),
         of ["train", "lora"]: LORA, OUT;
     refuse ["train.0.rank", "train.0.alpha", "train.0.dropout", "train.0.rslora", "train.0.dora"]

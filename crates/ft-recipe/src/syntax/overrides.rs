@@ -29,7 +29,7 @@ pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText], meant: Mea
         }
     }
     for (i, text) in texts.iter().enumerate().skip(1) {
-        match parse_override(texts, i) {
+        match parse_override(texts, i, meant) {
             Ok((path, path_at, node)) => {
                 let word = text.text.split_once('=').map_or("", |(_, v)| v.trim());
                 let node = meant(path, word, node);
@@ -52,7 +52,11 @@ pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText], meant: Mea
 }
 
 /// Parses override `i - 1` into path, position of the path, and value.
-fn parse_override(texts: &[SourceText], i: usize) -> Result<(&str, Span, Node), Box<Diagnostic>> {
+fn parse_override(
+    texts: &[SourceText],
+    i: usize,
+    meant: Meant,
+) -> Result<(&str, Span, Node), Box<Diagnostic>> {
     let wrong = |at: &Span, message: String| Box::new(Diagnostic::new(texts, at, message));
     let text = texts[i].text.as_str();
     let whole = Span { text: i, bytes: 0..text.len() };
@@ -78,7 +82,14 @@ fn parse_override(texts: &[SourceText], i: usize) -> Result<(&str, Span, Node), 
     if let (true, true, Some((_, v))) = (errors.is_empty(), one, table.get_ref().iter().next()) {
         return Ok((path, path_at, convert(v.get_ref(), value_at, i, shift)));
     }
-    if word.starts_with(['"', '\'', '[', '{']) || word.contains('\n') {
+    let is_text = || {
+        // where a key is text, a truth value is meant as its spelling
+        let node = Node { value: Value::Bool(true), at: value_at.clone() };
+        matches!(meant(path, word, node).value, Value::Text(_))
+    };
+    // a slice of rows, `[-50:]`, is no list
+    let list = word.starts_with('[') && !is_text();
+    if list || word.starts_with(['"', '\'', '{']) || word.contains('\n') {
         let why = errors.first().map_or("more than one value", |e| e.message());
         return Err(wrong(&value_at, format!("the value of {path} is not TOML: {why}")));
     }

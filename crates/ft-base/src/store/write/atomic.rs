@@ -292,6 +292,7 @@ mod tests {
             (CrossesDevices, "name a folder on it"),
             (ReadOnlyFilesystem, "mounted read-only; choose another folder"),
             (PermissionDenied, "this user may not write there"),
+            (Unsupported, "mount it with -o flock"),
         ] {
             let text = Error::write("write", Path::new("file"), kind.into()).to_string();
             assert!(text.contains(remedy), "{text}");

@@ -48,7 +48,8 @@ impl RunLock {
             let entry = entry.map_err(|e| Error::write("list", dir, e))?;
             // Workspaces still present belong to running processes.
             if entry.file_type().is_ok_and(|t| t.is_dir()) && !is_workspace(&entry.file_name()) {
-                sweep_temporary(&entry.path())?;
+                // leftovers in a folder of another user are harmless
+                let _ = sweep_temporary(&entry.path());
             }
         }
         Ok(RunLock { lock })
