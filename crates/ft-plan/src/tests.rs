@@ -108,11 +108,16 @@ fn matrices_are_decomposed_from_f32() -> anyhow::Result<()> {
     let galore = ["optimizer.name=galore", "optimizer.galore_rank=128"];
     let projecting = (4 * o * i) as u64 + decompose::bytes((o, i), 128);
     assert_eq!(beside("method = \"full\"", Phase::Step, &galore)?, projecting);
-    // in the backward pass of each of two ranks, beside the sum of the gradients of a layer
-    let two = ["parallel.data=2", "parallel.zero=0", "run.batch_rows=2", "run.micro_rows=1", "run.clip=0"];
-    let two = [&galore[..], &two, &["optimizer.in_backward=true"]].concat();
-    let layer = (4 * 3 * o * i) as u64;
-    assert!(beside("method = \"full\"", Phase::Backward, &two)? >= layer + projecting);
+    // in the backward pass of each of two ranks too
+    let back = |rank: usize| {
+        let rank = format!("optimizer.galore_rank={rank}");
+        let two =
+            ["parallel.data=2", "parallel.zero=0", "run.batch_rows=2", "run.micro_rows=1", "run.clip=0"];
+        let own = ["optimizer.in_backward=true", galore[0], &rank, "data.max_length=16"];
+        beside("method = \"full\"", Phase::Backward, &[&two[..], &own].concat())
+    };
+    let more = decompose::bytes((o, i), 512) - decompose::bytes((o, i), 128);
+    assert_eq!(back(512)? - back(128)?, more);
     Ok(())
 }
 
