@@ -258,7 +258,7 @@ fn is_plain(path: &str) -> bool {
 }
 
 /// The configs from the dataset card, else a single config derived from file names; and the name of the default
-/// one, if it is there.
+/// config, `default` unless the card marks one.
 fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Config>, String), String> {
     let (mut out, mut default) = (BTreeMap::new(), "default".to_string());
     for config in card.as_array().into_iter().flatten() {

@@ -462,8 +462,8 @@ mod tests {
         Tensor::zeros(0, DType::F32, &Device::Cpu).expect("a tensor")
     }
 
-    /// Two groups under load: each takes its own steps, and neither waits for the other. Rank 3 alone ends only when
-    /// the other group has finished.
+    /// Two groups of ranks take steps independently under load. Rank 3 alone ends only after the end of the other
+    /// group.
     #[test]
     fn two_groups_never_wait_for_one_another() {
         let mesh = Mesh { data: 2, context: 2, ..Mesh::ONE };

@@ -563,7 +563,7 @@ impl Pattern {
 /// The error for an expression that is invalid, or that backtracks too often.
 fn unusable(file: &str, place: &str, e: &fancy_regex::Error) -> Error {
     let why = match e {
-        // Its position is that in the anchored expression.
+        // without the position, which counts the anchors added here
         fancy_regex::Error::ParseError(_, why) => why.to_string(),
         e => e.to_string(),
     };

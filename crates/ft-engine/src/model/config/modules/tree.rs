@@ -73,7 +73,7 @@ pub fn constants(c: &Config) -> Vec<Module> {
     (0..c.layers).filter_map(|l| LayerTree::of(c, l).scalar).collect()
 }
 
-/// What a norm adds to its stored weight. The norm of linear attention is stored as it is.
+/// Constant added to the stored weight of a norm: 1 in families that store weights minus 1, linear attention apart.
 pub fn norm_offset(c: &Config, norm: &Module) -> f64 {
     if c.family.plus_one && !norm.is_of_delta() { 1.0 } else { 0.0 }
 }
