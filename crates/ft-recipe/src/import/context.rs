@@ -75,6 +75,8 @@ pub(super) struct Context<'a> {
     pub layers: Option<(String, String)>,
     /// Outcomes of the keys of data sets, by path.
     pub of_data: BTreeMap<String, Outcome>,
+    /// Defaults that no entry has: the toolkit's key, and the line about it.
+    pub told: Vec<(String, String)>,
     /// The task.
     pub task: Task,
     /// A task without support, in words.
@@ -84,6 +86,11 @@ pub(super) struct Context<'a> {
 impl Context<'_> {
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.get(key)
+    }
+
+    /// Whether a key has the toolkit's default.
+    pub fn is_default(&self, key: &str) -> bool {
+        self.entries.list.iter().any(|e| e.path == key && e.line == 0)
     }
 
     /// The first number among these keys.
@@ -100,12 +107,19 @@ impl Context<'_> {
         self.get(key).and_then(text).unwrap_or_default().to_lowercase()
     }
 
-    /// Sets a key of the recipe, as TOML.
+    /// Sets a key of the recipe, as TOML. Several keys of a file may add to `memory.offload`.
     pub fn set(&mut self, path: &str, value: impl Into<String>, entry: &Entry) -> String {
-        let value = value.into();
+        let given: String = value.into();
+        let value = if path == "memory.offload" { self.draft.joined(path, &given) } else { given };
         let shown = format!("{path} = {value}");
         self.draft.set(path, value, &entry.path, entry.line == 0);
         shown
+    }
+
+    /// Sets a key by a default that no entry has.
+    pub fn set_default(&mut self, path: &str, value: String, key: &str) {
+        self.told.push((key.into(), format!("{path} = {value}")));
+        self.draft.set(path, value, key, true);
     }
 
     /// Takes a value as it is.

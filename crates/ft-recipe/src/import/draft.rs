@@ -18,7 +18,7 @@ pub(super) struct Set {
     pub by_default: bool,
 }
 
-/// The keys so far; a later value of a path replaces an earlier one.
+/// The keys so far; a later value of a path replaces an earlier one, but a default none of the file.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
     pub keys: Vec<Set>,
@@ -26,12 +26,30 @@ pub(super) struct Draft {
 
 impl Draft {
     pub fn set(&mut self, path: &str, value: String, origin: &str, by_default: bool) {
+        if by_default && self.get(path).is_some_and(|s| !s.by_default) {
+            return;
+        }
         self.keys.retain(|s| s.path != path);
         self.keys.push(Set { path: path.into(), value, origin: origin.into(), by_default });
     }
 
     pub fn get(&self, path: &str) -> Option<&Set> {
         self.keys.iter().find(|s| s.path == path)
+    }
+
+    /// A list behind the other entries that the key has already.
+    pub fn joined(&self, path: &str, list: &str) -> String {
+        let entries = |text: &str| match parse_value(text).map(|n| n.value) {
+            Some(Toml::List(nodes)) => nodes,
+            _ => Vec::new(),
+        };
+        let mut all = self.get(path).map(|s| entries(&s.value)).unwrap_or_default();
+        for node in entries(list) {
+            if !all.iter().any(|n| n.value == node.value) {
+                all.push(node);
+            }
+        }
+        Toml::List(all).to_string()
     }
 
     /// Removes the key that a problem names: an entry of a table, or the whole value that holds it. Returns the key.

@@ -79,8 +79,9 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
     let of_task = of_pairs.chain(tool.reward.iter().filter(|_| is(|t| t == Task::Reward)));
     let of_any = tool.defaults.iter().filter(|(key, _)| !of_task.clone().any(|(k, _)| k == *key));
     for (key, value) in of_task.clone().chain(of_any) {
-        // torchtune's null is a value of its own
-        let given = |e: &Entry| e.path == *key && (name == "torchtune" || !e.value.is_null());
+        // these nulls are values of their own: no limit
+        let given =
+            |e: &Entry| e.path == *key && (name == "torchtune" || key == "max_length" || !e.value.is_null());
         if !entries.list.iter().any(given) {
             let value = serde_json::to_value(value).unwrap_or_default();
             entries.list.push(Entry { path: key.clone(), value, line: 0 });
@@ -97,17 +98,15 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
         in_full: Vec::new(),
         layers: None,
         of_data: BTreeMap::new(),
+        told: Vec::new(),
         task: *task.as_ref().unwrap_or(&Task::Sft),
         other_task: task.err(),
     };
     data::all(&mut ctx);
     let mut lines: Vec<Line> = entries.list.iter().map(|e| line(&mut ctx, tool, tables, e)).collect();
-    lines.extend(train::rules(&mut ctx).map(|text| Line {
-        key: "lora_target_modules".into(),
-        line: 0,
-        fate: Fate::Default,
-        text,
-    }));
+    train::rules(&mut ctx);
+    let told = std::mem::take(&mut ctx.told);
+    lines.extend(told.into_iter().map(|(key, text)| Line { key, line: 0, fate: Fate::Default, text }));
     let why = ctx.other_task.take().or_else(|| data::missing(&ctx));
     let draft = ctx.draft;
     let recipe = match why {

@@ -11,18 +11,27 @@ use crate::syntax::quote;
 const WARMUP: &str = "; the first update has lr / warm-up steps, not 0";
 
 conversions! {
-    optimizer, optimizer_argument, galore_rank, decay_of_all, schedule_argument, min_lr_ratio, warmup, router_loss;
+    optimizer, optimizer_argument, galore, galore_rank, decay_of_all, schedule_argument, min_lr_ratio, warmup,
+    router_loss;
     "betas" => |ctx, e| of_adamw(ctx, e, betas),
     "epsilon" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.eps", e)),
     "decay" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.weight_decay", e)),
-    "galore" => |ctx, e| ctx.switch("optimizer.name", quote("galore"), e),
+    "factory_galore" => |ctx, e| match ctx.is("use_galore") {
+        true => ctx.take(&format!("optimizer.{}", e.path), e),
+        false => needless("GaLore is not used"),
+    },
     "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
     "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
 }
 
 fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if ctx.is("use_galore") {
-        return needless("use_galore chooses it");
+        return match ctx.word("optim").as_str() {
+            "adafactor" => {
+                refused("GaLore has the moments of AdamW: optimizer.name = \"galore\" or \"galore8bit\"")
+            }
+            _ => needless("use_galore chooses it"),
+        };
     }
     let taken = ctx.take_word("optimizer.name", e);
     let Some(own) = trainers_galore(ctx) else { return taken };
@@ -39,6 +48,15 @@ fn trainers_galore(ctx: &Context<'_>) -> Option<&'static [(&'static str, &'stati
         "galore_adamw_8bit" => Some(&[("optimizer.weight_decay", "0.01"), ("optimizer.decay", "\"all\"")]),
         _ => None,
     }
+}
+
+/// `use_galore` of LLaMA-Factory, with 8-bit moments by `optim`.
+fn galore(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let name = match ctx.word("optim").as_str() {
+        "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" => "galore8bit",
+        _ => "galore",
+    };
+    ctx.switch("optimizer.name", quote(name), e)
 }
 
 fn galore_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -88,6 +106,9 @@ fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 
 /// AdamW of PyTorch decays all that trains, norms too.
 fn decay_of_all(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if e.line == 0 && !ctx.word("optimizer._component_").contains("adamw") {
+        return needless("the default of another optimizer than AdamW is 0, as here");
+    }
     let outcome = ctx.take("optimizer.weight_decay", e);
     if ctx.method == Method::Full && number(&e.value).is_some_and(|x| x > 0.0) {
         let set = ctx.set("optimizer.decay", quote("all"), e);
@@ -125,6 +146,7 @@ fn warmup(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
     let steps = ctx.number(&["warmup_steps"]).filter(|s| *s > 0.0);
     match (e.path.as_str(), steps) {
+        _ if e.line == 0 && ctx.get("warmup_steps").is_some() => needless("warmup_steps says it"),
         _ if x == 0.0 => needless("off"),
         ("warmup_ratio", Some(steps)) => needless(format!("warmup_steps = {steps} wins")),
         (_, _) if x < 1.0 => {

@@ -9,15 +9,20 @@ use serde_json::Value;
 
 /// Rows of a forward pass, by the toolkits' names.
 const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
-/// Ranks as accelerate names them, and those of a node as torchrun and deepspeed do, with the nodes.
-const RANKS: &str = "launch.num_processes";
+/// Ranks as accelerate and TRL name them, and those of a node as torchrun and deepspeed do, with the nodes.
+const RANKS: [&str; 2] = ["launch.num_processes", "num_processes"];
 const OF_NODE: [&str; 3] = ["launch.nproc_per_node", "launch.nproc-per-node", "launch.num_gpus"];
 const NODES: [&str; 2] = ["launch.nnodes", "launch.num_nodes"];
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
-    deepspeed, fsdp, launch, plugins, report_to, sampling;
+    deepspeed, fsdp, launch, plugins, report_to, sampling, kept;
     "patience" => |ctx, e| ctx.take("run.patience", e),
+    "saved" => |ctx, e| if e.line == 0 { per_epoch(ctx, e) } else { ctx.take("run.save_every", e) },
+    "fsdp_version" => |ctx, e| match (number(&e.value), ctx.get("fsdp").is_none_or(is_off)) {
+        (Some(2.0), true) => zero(ctx, 3, e),
+        _ => needless("parallel.zero has no further settings"),
+    },
     "cpu" => |ctx, e| ctx.switch("run.device", quote("cpu"), e),
     "offload" => |ctx, e| ctx.switch("memory.offload", OFFLOAD, e)
 }
@@ -29,7 +34,7 @@ const OFFLOAD: &str = "[\"params\", \"optimizer\"]";
 fn ranks(ctx: &Context<'_>) -> f64 {
     let of = |keys: &[&str]| ctx.number(keys).filter(|n| *n >= 1.0);
     let on_nodes = || Some(of(&OF_NODE)? * of(&NODES).unwrap_or(1.0));
-    of(&[RANKS]).or_else(on_nodes).unwrap_or(1.0)
+    of(&RANKS).or_else(on_nodes).unwrap_or(1.0)
 }
 
 fn accumulation(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -87,21 +92,47 @@ fn every(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn strategy(_: &mut Context<'_>, e: &Entry) -> Outcome {
-    let key = if e.path.starts_with("save") { "run.save_every" } else { "run.eval_every" };
-    match text(&e.value).unwrap_or_default().as_str() {
-        "steps" => needless(format!("{key} counts steps")),
-        "no" | "false" | "" => needless(format!("{key} is 0: once, at the end")),
-        other => refused(format!("{other}: {key} counts steps, and ft check tells the steps of a run")),
+fn strategy(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let saves = e.path.starts_with("save");
+    let key = if saves { "run.save_every" } else { "run.eval_every" };
+    let implied = match ctx.tool {
+        _ if saves || ctx.get("eval_steps").is_some() => None,
+        "TRL" => Some(10.0),
+        "LLaMA-Factory" => Some(500.0),
+        _ => None,
+    };
+    match (text(&e.value).unwrap_or_default().as_str(), implied) {
+        ("steps", Some(logged)) => {
+            let steps = ctx.number(&["logging_steps"]).filter(|n| *n >= 1.0).unwrap_or(logged);
+            converted(ctx.set(key, number_text(steps), e) + ": logging_steps, without eval_steps")
+        }
+        ("steps", None) => needless(format!("{key} counts steps")),
+        ("no" | "false" | "", _) => needless(format!("{key} is 0: once, at the end")),
+        (other, _) => refused(format!("{other}: {key} counts steps, and ft check tells the steps of a run")),
     }
 }
 
-fn per_epoch(_: &mut Context<'_>, e: &Entry) -> Outcome {
+/// `saves_per_epoch` and its kin; by default a checkpoint is written at the end of each epoch.
+fn per_epoch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if is_off(&e.value) {
         return needless("off");
     }
+    let said = ["save_steps", "save_strategy"].iter().any(|key| ctx.get(key).is_some());
+    if e.line == 0 && (said || ctx.number(&["num_epochs", "epochs"]).is_none_or(|n| n <= 1.0)) {
+        return needless("so it is here too");
+    }
     let key = if e.path.starts_with("save") { "run.save_every" } else { "run.eval_every" };
     refused(format!("{key} counts steps: the steps of an epoch, as ft check tells them, over {}", e.value))
+}
+
+/// `save_total_limit`: without it every checkpoint is kept there.
+fn kept(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let saves = !matches!(ctx.word("save_strategy").as_str(), "no" | "false");
+    match e.line {
+        0 if saves => refused("every checkpoint is kept there, here the newest run.keep, 2 by default"),
+        0 => needless("there are no checkpoints on the way"),
+        _ => ctx.take("run.keep", e),
+    }
 }
 
 fn clip(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -127,10 +158,20 @@ fn precision(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return needless("bf16 on CUDA, f32 on the CPU");
     }
     let on = truth(&e.value).unwrap_or(text(&e.value).is_some_and(|t| t == "full"));
-    if !on || other {
-        return needless("off");
+    match on && !other {
+        true => converted(ctx.set("model.dtype", quote(dtype), e)),
+        false if dtype == "bf16" && e.line > 0 && is_f32(ctx) => {
+            converted(ctx.set("model.dtype", quote("f32"), e))
+        }
+        false => needless("off"),
     }
-    converted(ctx.set("model.dtype", quote(dtype), e))
+}
+
+/// Whether a file that turns bf16 off trains in f32; LLaMA-Factory takes the data type of the checkpoint then.
+fn is_f32(ctx: &Context<'_>) -> bool {
+    let off = |key: &str| matches!(ctx.word(key).as_str(), "" | "false");
+    let all = ["bf16", "bfloat16", "fp16", "float16", "dtype", "torch_dtype"];
+    ctx.tool != "LLaMA-Factory" && all.into_iter().all(off)
 }
 
 fn dtype(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -214,14 +255,13 @@ fn fsdp(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 /// Flags of a launcher.
 fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match e.path.as_str() {
-        path if path == RANKS || OF_NODE.contains(&path) => {
-            let ranks = ranks(ctx);
-            if ranks > 1.0 {
-                converted(ctx.set("parallel.data", number_text(ranks), e))
-            } else {
-                needless("one rank")
+        path if RANKS.contains(&path) || OF_NODE.contains(&path) => match ranks(ctx) {
+            _ if matches!(text(&e.value).as_deref(), Some("gpu" | "auto")) => {
+                refused("all cards of the machine: parallel.data = their number, run.batch_rows times it")
             }
-        }
+            ranks if ranks > 1.0 => converted(ctx.set("parallel.data", number_text(ranks), e)),
+            _ => needless("one rank"),
+        },
         "launch.config_file" | "accelerate_config" => refused(
             "accelerate's file is not read: write its ZeRO stage (parallel.zero), ranks (parallel.data), offload \
              (memory.offload) and precision (model.dtype)",

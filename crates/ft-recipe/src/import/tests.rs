@@ -2,7 +2,7 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{Form, Format, Mask, Offload, PreferenceLoss, Reference, find_key};
+use crate::keys::{Dtype, Form, Format, Mask, Offload, OptimizerName, PreferenceLoss, Reference, find_key};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
@@ -124,6 +124,207 @@ fn imported_batches_become_rows_of_a_step() {
     assert_eq!((r.run.batch_rows, r.parallel.data), (48, 8));
     let r = recipe(&text.replace("micro_batch_size", "batch_size: 1.5\nmicro_batch_size"));
     assert_eq!(r.run.batch_rows, 16, "a share of a row is no number of rows");
+}
+
+/// Minimal configurations of the toolkits.
+const AXOLOTL: &str = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\n";
+const FACTORY: &str = "model_name_or_path: m\nfinetuning_type: lora\ndataset: a\n";
+const TRL: &str = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\n";
+const TUNE: &str = "model: {_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b, lora_attn_modules: [q_proj]}\n\
+    checkpointer: {checkpoint_dir: m}\ndataset: {_component_: torchtune.datasets.chat_dataset, source: d}\n";
+
+/// The line of a default; `None` if it does not count.
+fn default_of<'i>(imported: &'i Imported, key: &str) -> Option<&'i str> {
+    let of_key = |l: &&Line| l.key == key && l.line == 0 && l.fate == Fate::Default;
+    imported.lines.iter().find(of_key).map(|l| l.text.as_str())
+}
+
+/// The file may give a value under another name than the default has.
+#[test]
+fn a_default_gives_way_to_the_file() {
+    let imported = of(&format!("{TRL}max_seq_length: 4096\nr: 64\n"));
+    let r = parsed(&imported);
+    assert_eq!((r.data.max_length, r.lora.rank), (4096, 64));
+    assert_eq!(["max_length", "lora_r"].map(|key| default_of(&imported, key)), [None; 2]);
+    let imported = of(&format!("{TRL}max_length: null\n"));
+    assert_eq!(fate(&imported, "max_length"), Fate::NotSupported, "{}", listing(&imported));
+    assert_eq!(parsed(&imported).data.max_length, 2048, "null is no limit, not TRL's default");
+}
+
+/// Defaults of torchtune's builders: rows are not packed, LoRA has rank 8; Adam does not decay.
+#[test]
+fn builders_of_torchtune_have_defaults() {
+    let imported = of(TUNE);
+    let r = parsed(&imported);
+    assert!(!r.data.pack);
+    assert_eq!(default_of(&imported, "dataset.packed"), Some("data.pack = false"));
+    assert_eq!((r.lora.rank, r.lora.alpha), (8, 16.0));
+    assert!(
+        default_of(&imported, "model.lora_rank").is_some()
+            && default_of(&imported, "model.lora_alpha").is_some()
+    );
+    let full = of(&TUNE.replace("lora_qwen", "qwen"));
+    assert_eq!(default_of(&full, "model.lora_rank"), None, "{}", listing(&full));
+    let decay = |optimizer: &str| {
+        recipe(&format!("{TUNE}optimizer: {{_component_: {optimizer}}}\n")).optimizer.weight_decay
+    };
+    assert_eq!([decay("torch.optim.AdamW"), decay("torch.optim.Adam")], [0.01, 0.0]);
+}
+
+/// Checkpoints on the way, where the file does not say it.
+#[test]
+fn checkpoints_have_defaults() {
+    let trl = "trl sft --model_name_or_path m --dataset_name d --use_peft";
+    for (text, every, keep) in [
+        (FACTORY.to_string(), 500, 2),
+        (format!("{FACTORY}save_strategy: 'no'\n"), 0, 2),
+        (trl.to_string(), 500, 2),
+        (format!("{trl} --save_steps 7 --save_total_limit 3"), 7, 3),
+        (AXOLOTL.to_string(), 0, 4),
+    ] {
+        let run = recipe(&text).run;
+        assert_eq!((run.save_every, run.keep), (every, keep), "{text}");
+    }
+    let told = |text: &str, key: &str| default_of(&of(text), key).is_some();
+    assert!(told(FACTORY, "save_steps") && told(FACTORY, "save_total_limit"));
+    assert!(!told(&format!("{FACTORY}save_strategy: 'no'\n"), "save_total_limit"));
+    // the end of the only epoch is that of the run
+    assert!(!told(AXOLOTL, "saves_per_epoch") && !told(TUNE, "save_every_n_steps"));
+    assert!(told(&format!("{AXOLOTL}num_epochs: 2\n"), "saves_per_epoch"));
+    assert!(!told(&format!("{AXOLOTL}num_epochs: 2\nsave_steps: 5\n"), "saves_per_epoch"));
+    assert!(told(&format!("{TUNE}epochs: 2\n"), "save_every_n_steps"));
+}
+
+/// Splits of hub data sets that the toolkits read by default.
+#[test]
+fn splits_of_the_hub_have_defaults() {
+    let splits = |text: &str| {
+        let data = recipe(text).data;
+        [data.train, data.eval].map(|list| list.first().and_then(|s| s.split.clone()).unwrap_or_default())
+    };
+    let trl = "trl sft --model_name_or_path m --use_peft --dataset_name";
+    let axolotl = AXOLOTL.replace("a.jsonl", "o/a");
+    for (text, expected) in [
+        (format!("{trl} o/a"), ["train", ""]),
+        (format!("{trl} d.jsonl --eval_strategy steps"), ["", ""]),
+        (format!("{trl} o/a --eval_strategy steps --eval_steps 100"), ["train", "test"]),
+        (format!("{trl} o/a --eval_strategy steps --dataset_test_split dev"), ["train", "dev"]),
+        (TUNE.replace("source: d", "source: o/d"), ["train", ""]),
+        (format!("{axolotl}test_datasets: [{{path: o/b}}]\n"), ["train", "test"]),
+        (AXOLOTL.replace("a.jsonl", "o/a, split: dev"), ["dev", ""]),
+        (AXOLOTL.replace("a.jsonl", "./a"), ["", ""]),
+        (format!("{FACTORY}dataset_dir: ONLINE\n").replace("dataset: a", "dataset: o/a"), ["train", ""]),
+    ] {
+        assert_eq!(splits(&text), expected, "{text}");
+    }
+    let imported = of(&format!("{trl} o/a --eval_strategy steps --logging_steps 25"));
+    assert_eq!(default_of(&imported, "dataset_test_split"), Some("data.eval: split = \"test\""));
+    assert_eq!(parsed(&imported).run.eval_every, 25, "{}", listing(&imported));
+    assert_eq!(recipe(&format!("{trl} o/a --eval_strategy steps")).run.eval_every, 10);
+}
+
+/// `optim` says which moments LLaMA-Factory's GaLore has.
+#[test]
+fn galore_of_llama_factory_has_defaults() {
+    let full = FACTORY.replace("lora", "full");
+    let galore = |more: &str| recipe(&format!("{full}use_galore: true\n{more}")).optimizer;
+    let o = galore("");
+    assert_eq!((o.name, o.galore_rank, o.galore_scale), (OptimizerName::Galore, 16, 2.0));
+    assert_eq!(galore("optim: adamw_8bit\n").name, OptimizerName::Galore8bit);
+    assert_eq!(galore("galore_rank: 64\n").galore_rank, 64);
+    let other = of(&format!("{full}use_galore: true\noptim: adafactor\n"));
+    assert_eq!(fate(&other, "optim"), Fate::NotSupported);
+    assert_eq!(default_of(&of(&full), "galore_rank"), None);
+}
+
+/// A data type that the file turns off is f32.
+#[test]
+fn bf16_may_be_off() {
+    let trl = "trl sft --model_name_or_path m --dataset_name d --use_peft";
+    for (text, dtype) in [
+        (format!("{AXOLOTL}bf16: false\nfp16: false\n"), Some(Dtype::F32)),
+        (format!("{AXOLOTL}bf16: false\nfp16: true\n"), Some(Dtype::F16)),
+        (format!("{AXOLOTL}bf16: auto\n"), None),
+        (format!("{trl} --no_bf16"), Some(Dtype::F32)),
+        (format!("{trl} --bf16 false --dtype float16"), Some(Dtype::F16)),
+        (format!("{FACTORY}bf16: false\n"), None),
+    ] {
+        assert_eq!(recipe(&text).model.dtype, dtype, "{text}");
+    }
+}
+
+/// Several keys may each move something to the host.
+#[test]
+fn offloads_add_up() {
+    let keys = ["optimizer: paged_adamw_8bit", "activation_offloading: true"];
+    for [a, b] in [keys, [keys[1], keys[0]]] {
+        let memory = recipe(&format!("{AXOLOTL}{a}\n{b}\n")).memory;
+        assert!(memory.offloads(Offload::Optimizer) && memory.offloads(Offload::Activations), "{a}");
+        assert_eq!(memory.offload.map(|all| all.len()), Some(2));
+    }
+}
+
+/// Order and warm-up of axolotl.
+#[test]
+fn axolotl_shuffles_epochs_and_may_not_warm_up() {
+    let shuffle = |more: &str| recipe(&format!("{AXOLOTL}{more}\n")).data.shuffle;
+    assert!(shuffle("shuffle_merged_datasets: false") && shuffle("curriculum_sampling: false"));
+    assert!(!shuffle("curriculum_sampling: true"));
+    let warmup = |more: &str| recipe(&format!("{AXOLOTL}{more}\n")).optimizer.warmup_ratio;
+    assert_eq!([warmup("warmup_steps: 0"), warmup("")], [None, Some(0.03)]);
+}
+
+/// Types of axolotl's data sets, with their columns and prompts.
+#[test]
+fn types_of_axolotl_have_columns_and_prompts() {
+    let set = |keys: &str| of(&AXOLOTL.replace("path: a.jsonl", &format!("path: a.jsonl, {keys}")));
+    for (kind, column, name) in [
+        ("gpteacher", "output", "response"),
+        ("oasst", "instruction", "INSTRUCTION"),
+        ("alpaca:instruct", "", ""),
+    ] {
+        let imported = set(&format!("type: \"{kind}\""));
+        assert_eq!(fate(&imported, "datasets.0.type"), Fate::Converted, "{kind}");
+        let source = parsed(&imported).data.train.remove(0);
+        assert_eq!(source.form, Some(Form::Plain), "{kind}");
+        assert_eq!(source.fields.get(column).map_or("", String::as_str), name);
+    }
+    for kind in
+        ["alpaca_chat", "alpaca_chat.load_qa", "alpaca_w_system.load_open_orca", "reflection", "alpaca:chat"]
+    {
+        let imported = set(&format!("type: \"{kind}\""));
+        assert_eq!(fate(&imported, "datasets.0.type"), Fate::NotSupported, "{kind}");
+        assert!(imported.recipe.is_ok(), "{kind}");
+    }
+    let own = set("type: {field_instruction: q, field_output: a}");
+    assert_eq!(fate(&own, "datasets.0.type.field_instruction"), Fate::NotSupported, "{}", listing(&own));
+    assert_eq!(fate(&own, "datasets.0.type.field_output"), Fate::Converted);
+    assert_eq!(parsed(&own).data.train[0].fields["instruction"], "q");
+    let prompt = |keys: &str| {
+        let text = AXOLOTL.replace("path: a.jsonl", &format!("path: a.jsonl, {keys}"));
+        recipe(&format!("{text}rl: dpo\n")).data.train[0].fields["prompt"].clone()
+    };
+    assert_eq!(prompt("type: chat_template.default"), "messages");
+    assert_eq!(prompt("type: chat_template.default, field_messages: talk"), "talk");
+    assert_eq!(prompt("field_messages: talk, type: chat_template.default"), "talk");
+    for (names, expected) in [
+        ("{assistant: [gpt, model]}", Fate::NoEffect),
+        ("{assistant: [bot]}", Fate::NotSupported),
+        ("{assistant: [user]}", Fate::NotSupported),
+    ] {
+        assert_eq!(fate(&set(&format!("roles: {names}")), "datasets.0.roles.assistant"), expected, "{names}");
+    }
+}
+
+/// Ranks of TRL's own command.
+#[test]
+fn ranks_may_stand_behind_the_verb() {
+    let trl = "trl sft --num_processes 4 --model_name_or_path m --dataset_name d --use_peft \
+               --per_device_train_batch_size 2";
+    let r = recipe(trl);
+    assert_eq!((r.parallel.data, r.run.batch_rows), (4, 8));
+    let all = of("torchrun --nproc_per_node gpu sft.py --model_name_or_path m --dataset_name d --use_peft");
+    assert_eq!(fate(&all, "launch.nproc_per_node"), Fate::NotSupported, "{}", listing(&all));
 }
 
 /// Keys of a recipe of reinforcement learning, with folders of several models.
@@ -626,6 +827,14 @@ fn values_that_lose_something_are_not_supported() {
         (axolotl, "max_prompt_len: 512", Fate::NotSupported),
         (axolotl, "merge_lora: true", Fate::NoEffect),
         (axolotl, "ddp_timeout: 600", Fate::Taken),
+        (axolotl, "lora_target_modules: 'layers[.][0-9]{1,2}[.]self_attn[.](q|v)_proj'", Fate::Converted),
+        (axolotl, "lora_target_modules: 'q_proj, v_proj'", Fate::Taken),
+        (axolotl, "fsdp_version: 2", Fate::NoEffect),
+        (trl, "datasets: [{path: o/a, fraction: 0.5}]", Fate::NotSupported),
+        (trl, "use_bnb_nested_quant: false", Fate::NoEffect),
+        (trl, "load_in_4bit: true\nuse_bnb_nested_quant: false", Fate::NotSupported),
+        (factory, "adapter_name_or_path: a,b", Fate::NotSupported),
+        (factory, "adapter_name_or_path: a", Fate::Taken),
         (trl, "eos_token: <|im_end|>", Fate::NotSupported),
         (trl, "eos_token: </s>", Fate::NoEffect),
         (trl, "bnb_4bit_use_double_quant: false", Fate::NotSupported),
@@ -650,6 +859,9 @@ fn values_that_lose_something_are_not_supported() {
         let line = imported.lines.iter().rfind(|l| l.line > 0).expect(key);
         assert_eq!(line.fate, expected, "{key}\n{}", listing(&imported));
     }
+    assert!(default_of(&of(&format!("{trl}load_in_4bit: true\n")), "use_bnb_nested_quant").is_some());
+    let sharded = of(&format!("{axolotl}fsdp_version: 2\n"));
+    assert!(listing(&sharded).contains("parallel.zero = 3"), "{}", listing(&sharded));
     let imported = of(&format!("{axolotl}evals_per_epoch: 2\nearly_stopping_patience: 3\n"));
     let line = imported.lines.iter().find(|l| l.key == "early_stopping_patience").expect("a line");
     assert_eq!(line.fate, Fate::NotSupported);

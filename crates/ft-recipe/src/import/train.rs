@@ -13,7 +13,7 @@ use serde_json::Value;
 conversions! {
     method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial,
     four_bits, bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file,
-    template_name, template_text, thinking, factory_packing, share, special_token;
+    template_name, template_text, thinking, factory_packing, share, special_token, adapters, nested;
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
     "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
     "last_turn" => |ctx, e| ctx.switch("data.mask", quote("last"), e),
@@ -88,11 +88,22 @@ fn module(name: &str, whole: bool) -> Result<String, String> {
     })
 }
 
+/// Whether a word between commas names modules, by no regular expression.
+fn is_name(word: &str) -> bool {
+    word.trim().bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+}
+
 fn modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if ctx.method == Method::Full {
         return needless("every weight trains: there is no LoRA");
     }
-    let list = words(&e.value);
+    let list = match &e.value {
+        // a regular expression may have commas
+        Value::String(one) if ctx.tool != "LLaMA-Factory" && !one.split(',').all(is_name) => {
+            vec![one.clone()]
+        }
+        names => words(names),
+    };
     let all = |w: &String| matches!(w.as_str(), "all" | "all-linear" | "linear");
     let whole = e.value.is_string() && list.len() == 1;
     let named: Result<Vec<String>, String> = match list.iter().any(all) {
@@ -219,6 +230,23 @@ fn four_bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         Some(true) if ctx.method == Method::Lora => converted(ctx.set("model.quantize", quote("nf4"), e)),
         Some(true) => refused("weights that train in full are not in 4 bits"),
         _ => needless("off"),
+    }
+}
+
+/// `use_bnb_nested_quant`: off by default in TRL.
+fn nested(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => needless("so it is here too"),
+        _ if !ctx.is("load_in_4bit") => needless("weights are not in 4 bits"),
+        _ => refused("scales are always quantized too here"),
+    }
+}
+
+/// LLaMA-Factory merges adapters into the model, but for the last.
+fn adapters(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match words(&e.value).len() {
+        0 | 1 => ctx.take("lora.init", e),
+        _ => refused("ft merge joins all but the last into the model: lora.init = the last"),
     }
 }
 
@@ -355,8 +383,8 @@ fn share(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// Writes the rules of the recipe, after all keys. Returns PEFT's default, if it is used.
-pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
+/// Writes the rules of the recipe, after all keys.
+pub(super) fn rules(ctx: &mut Context<'_>) {
     const DEFAULT: &str = "PEFT's default";
     let list =
         |modules: &[String]| format!("[{}]", modules.iter().map(|m| quote(m)).collect::<Vec<_>>().join(", "));
@@ -368,7 +396,7 @@ pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
             (groups(ctx).into_iter().filter(|g| g != "new_tokens").collect(), "every weight trains".into())
         }
         // an adapter to go on from has its own
-        None if ctx.draft.get("lora.init").is_some_and(goes_on) => return None,
+        None if ctx.draft.get("lora.init").is_some_and(goes_on) => return,
         None => (["q_proj", "v_proj"].map(String::from).into(), DEFAULT.into()),
     };
     let within = ctx.layers.take();
@@ -382,7 +410,7 @@ pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
         ctx.draft.set("train.0.method", quote("full"), &origin, false);
     }
     if let Some((layers, origin)) = within {
-        let by_default = ctx.entries.list.iter().any(|e| e.path == origin && e.line == 0);
+        let by_default = ctx.is_default(&origin);
         ctx.draft.set("train.0.layers", layers, &origin, by_default);
     }
     let in_full = std::mem::take(&mut ctx.in_full);
@@ -391,5 +419,8 @@ pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
         ctx.draft.set("train.1.modules", list(&modules), origin, false);
         ctx.draft.set("train.1.method", quote("full"), origin, false);
     }
-    (origin == DEFAULT).then(|| format!("train.0.modules = {}: PEFT's of most models", list(&modules)))
+    if origin == DEFAULT {
+        let told = format!("train.0.modules = {}: PEFT's of most models", list(&modules));
+        ctx.told.push(("lora_target_modules".into(), told));
+    }
 }

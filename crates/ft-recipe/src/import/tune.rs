@@ -6,7 +6,7 @@ use crate::keys::Method;
 use crate::syntax::quote;
 
 conversions! {
-    tune_model, tune_folder, tune_reference, tune_length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
+    tune_model, tune_folder, tune_reference, length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
     "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
     "tune_head" => |ctx, e| target(ctx, e, "head")
 }
@@ -100,8 +100,8 @@ fn tune_folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if plain == path { Outcome(Fate::Taken, set) } else { converted(set) }
 }
 
-/// `tokenizer.max_seq_len`: without it nothing is cut there.
-fn tune_length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+/// `tokenizer.max_seq_len`, and `max_length` of TRL: without a number nothing is cut there.
+fn length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match number(&e.value) {
         Some(n) if n > 0.0 => ctx.take("data.max_length", e),
         _ => {

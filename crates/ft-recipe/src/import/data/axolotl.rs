@@ -1,6 +1,6 @@
 //! Data sets of axolotl: `datasets`, `test_datasets`, `pretraining_dataset`.
 
-use super::source::{Keys, Source, origin, value, word};
+use super::source::{Keys, Source, names, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::prefer::reads_pairs;
 use crate::import::read::{is_off, text, words};
@@ -11,6 +11,10 @@ use serde_json::Value;
 
 /// Kinds of files, which axolotl also takes as a path.
 const KINDS: &[&str] = &["json", "csv", "parquet", "text", "arrow"];
+
+/// Default prompt of a type with columns of its own.
+const PLAIN_PROMPT: &str = "the prompt there is \"{instruction} {input} \", without a chat template: \
+                            write prompts with that text, and completions, into the rows";
 
 pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
     let origin = origin(keys, "datasets");
@@ -28,7 +32,7 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
                 converted(format!("a source each: {}", files.join(", ")))
             }
             "data_files" => converted(format!("files below {path}: {}", files.join(", "))),
-            key => match preferred(ctx.task, &mut source, key, value) {
+            key => match preferred(ctx.task, &mut source, keys, key, value) {
                 Some(outcome) => outcome,
                 None => of_key(&mut source, keys, key, value),
             },
@@ -44,7 +48,7 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
 }
 
 /// Keys of data for preference tasks.
-fn preferred(task: Task, source: &mut Source, key: &str, value: &Value) -> Option<Outcome> {
+fn preferred(task: Task, source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Option<Outcome> {
     let key = key.strip_prefix("type.").unwrap_or(key);
     let name = key.strip_prefix("field_").filter(|_| reads_pairs(task));
     Some(match name {
@@ -52,21 +56,32 @@ fn preferred(task: Task, source: &mut Source, key: &str, value: &Value) -> Optio
         Some("messages") => source.field("prompt", value),
         _ if key == "type" && reads_pairs(task) && !is_off(value) => {
             let kind = text(value).unwrap_or_default();
-            let names: &[(&str, &str)] = match kind.rsplit('.').next().unwrap_or_default() {
+            let of_pairs = task == Task::Dpo || task == Task::Simpo;
+            let columns: &[(&str, &str)] = match kind.rsplit('.').next().unwrap_or_default() {
                 "intel" => &[("prompt", "question")],
                 "icr" => &[("prompt", "input")],
                 _ if kind.starts_with("bradley_terry") => &[("prompt", "input")],
-                "argilla" if task == Task::Dpo || task == Task::Simpo => &[
+                "default" if of_pairs && kind.starts_with("chat_template") => &[("prompt", "messages")],
+                "argilla" if of_pairs => &[
                     ("prompt", "instruction"),
                     ("chosen", "chosen_response"),
                     ("rejected", "rejected_response"),
                 ],
                 _ => &[],
             };
-            source.fields.extend(names.iter().map(|(ours, theirs)| (ours.to_string(), theirs.to_string())));
+            let given = |key: &str| word(keys, &format!("field_{key}")).is_some();
+            for &(ours, theirs) in columns {
+                if !(given(ours) || ours == "prompt" && given("messages")) {
+                    source.fields.insert(ours.into(), theirs.into());
+                }
+            }
             let told = format!("format = {:?}", task.format().map_or("", Format::word));
             let form: String = match kind.split('.').next().unwrap_or_default() {
                 "chat_template" | "bradley_terry" => "through the model's chat template".into(),
+                name @ ("chatml" | "llama3") if kind.ends_with(".default") => format!(
+                    "through the model's chat template, there that of {name}; without a column prompt, \
+                     fields.prompt = \"input\", \"question\" or \"instruction\""
+                ),
                 name @ ("chatml" | "llama3" | "zephyr") => {
                     format!("through the model's chat template, there that of {name}")
                 }
@@ -91,13 +106,11 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
         "field_messages" => source.field("messages", value),
         "field_tools" => source.field("tools", value),
         "field_system" | "type.field_system" => source.field("system", value),
-        "field_instruction" | "type.field_instruction" => user_defined(source, "instruction", value),
-        "field_input" | "type.field_input" => user_defined(source, "input", value),
-        "field_output" | "type.field_output" => user_defined(source, "output", value),
-        "message_field_role" | "message_property_mappings.role" => named_as(value, &["role", "from"]),
-        "message_field_content" | "message_property_mappings.content" => {
-            named_as(value, &["content", "value"])
-        }
+        "field_instruction" | "type.field_instruction" => user_defined(source, keys, key, value),
+        "field_input" | "type.field_input" => user_defined(source, keys, key, value),
+        "field_output" | "type.field_output" => user_defined(source, keys, key, value),
+        "message_field_role" | "message_property_mappings.role" => named_as(value, names("role")),
+        "message_field_content" | "message_property_mappings.content" => named_as(value, names("content")),
         "roles_to_train" if words(value) == ["assistant"] || words(value) == ["gpt"] => {
             needless("the assistant's turns are the targets")
         }
@@ -111,7 +124,7 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
             refused("data.chat_template: one template for all sources")
         }
         "trust_remote_code" => needless("no code of a data set is ever run"),
-        k if k.starts_with("roles.") => needless("user, human, assistant, gpt, system and tool are known"),
+        k if k.starts_with("roles.") => roles(k, value),
         "shards" | "shards_idx" | "preprocess_shards" | "skip" if is_off(value) => needless("off"),
         "shards" | "shards_idx" => refused("weight = 0.5 takes half of the samples"),
         "type.format" | "type.no_input_format" | "type.system_format" | "type.system_prompt"
@@ -126,9 +139,24 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
     }
 }
 
-fn user_defined(source: &mut Source, ours: &str, value: &Value) -> Outcome {
+/// A column; the first one of a type without a format of its own tells that of its default.
+fn user_defined(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome {
     source.format("alpaca");
-    source.field(ours, value)
+    let told = source.field(key.rsplit("field_").next().unwrap_or_default(), value);
+    let first = keys.iter().map(|(_, k, _)| k.as_str()).find(|k| k.starts_with("type."));
+    match first == Some(key) && word(keys, "type.format").is_none() {
+        true => refused(format!("{}; {PLAIN_PROMPT}", told.1)),
+        false => told,
+    }
+}
+
+/// `roles`: names in the rows of a role.
+fn roles(key: &str, value: &Value) -> Outcome {
+    let role = key.trim_start_matches("roles.");
+    match words(value).into_iter().find(|name| !names(role).contains(&name.as_str())) {
+        Some(name) => refused(format!("{name:?} is no name of {role} here: rename it in the rows")),
+        None => needless("user, human, assistant, gpt, system and tool are known"),
+    }
 }
 
 /// Names inside a message: those of OpenAI and of ShareGPT are read.
@@ -139,24 +167,44 @@ fn named_as(value: &Value, known: &[&str]) -> Outcome {
     }
 }
 
+/// Rows with a prompt of axolotl's own.
+fn other_prompt(source: &mut Source, kind: &str) -> Outcome {
+    source.format("alpaca");
+    if kind.ends_with("load_qa") {
+        source.fields.insert("prompt".into(), "question".into());
+        source.fields.insert("completion".into(), "answer".into());
+        source.format("completion");
+    }
+    let lost = match kind.starts_with("reflection") {
+        true => "the thought and its reflection are targets too there",
+        false => "the prompt has a text of its own there",
+    };
+    refused(format!("{kind}: {lost}: write prompts with that text, and completions, into the rows"))
+}
+
 fn of_type(source: &mut Source, keys: &Keys, value: &Value) -> Outcome {
     let Some(kind) = text(value).filter(|_| !is_off(value)) else {
         return needless("found by the first row");
     };
-    match kind.split([':', '.']).next().unwrap_or_default() {
+    let base = kind.split([':', '.']).next().unwrap_or_default();
+    let style = kind.split_once(':').map_or("instruct", |(_, style)| style);
+    match base {
         "chat_template" | "sharegpt" => source.format("messages"),
         "completion" | "pretrain" => source.format("text"),
-        "alpaca" | "alpaca_w_system" => {
+        "alpaca" | "gpteacher" | "oasst" if style == "instruct" => {
             let outcome = source.format("alpaca");
             source.keys.insert("form", quote("plain"));
+            let columns: &[(&str, &str)] = match base {
+                "gpteacher" => &[("output", "response")],
+                "oasst" => &[("instruction", "INSTRUCTION"), ("output", "RESPONSE")],
+                _ => &[],
+            };
+            source.fields.extend(columns.iter().map(|(ours, theirs)| (ours.to_string(), theirs.to_string())));
             Outcome(outcome.0, outcome.1 + ": the text of Alpaca's prompt")
         }
-        "alpaca_chat" if kind.ends_with("load_qa") => {
-            source.fields.insert("prompt".into(), "question".into());
-            source.fields.insert("completion".into(), "answer".into());
-            source.format("completion")
+        "alpaca" | "gpteacher" | "oasst" | "alpaca_chat" | "alpaca_w_system" | "reflection" => {
+            other_prompt(source, &kind)
         }
-        "alpaca_chat" | "gpteacher" | "oasst" | "reflection" => source.format("alpaca"),
         "input_output" => refused("parts with a label each: write tokens with labels, format = \"tokens\""),
         _ if word(keys, "field_messages").is_some() => source.format("messages"),
         other => refused(format!("{other}: the format is found by the first row, or named: format")),

@@ -1,6 +1,6 @@
 //! Data sets of LLaMA-Factory: names, described by `dataset_info.json` of `dataset_dir`.
 
-use super::source::Source;
+use super::source::{Source, names};
 use crate::import::context::{Context, converted, needless, refused};
 use crate::import::draft::number_text;
 use crate::import::prefer::reads_pairs;
@@ -35,7 +35,7 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
         let mut source = match described {
             Some(entry) if raw => of_text(entry, place(entry, name, &folder), key, &mut advice),
             Some(entry) => of_entry(entry, name, (&folder, key, ctx.task), &mut advice),
-            None if remote => Source::named(name, key),
+            None if remote => of_hub(Source::named(name, key)),
             None => Source::named(format!("{folder}/{name}.json"), key),
         };
         if raw {
@@ -106,6 +106,12 @@ fn named(entry: &Value, place: String, key: &str) -> Source {
             source.put(ours, value);
         }
     }
+    if entry.get("hf_hub_url").is_some() { of_hub(source) } else { source }
+}
+
+/// A source of the hub, with its default split.
+fn of_hub(mut source: Source) -> Source {
+    source.keys.entry("split").or_insert_with(|| quote("train"));
     source
 }
 
@@ -166,11 +172,9 @@ fn of_entry(
             source.field(ours, value);
         }
     }
-    let known = ["role", "from", "content", "value", "human", "user", "gpt", "assistant", "system", "tool"];
-    let more = ["observation", "function", "function_call"];
     for (tag, value) in entry.get("tags").and_then(Value::as_object).into_iter().flatten() {
         let value = text(value).unwrap_or_default();
-        if !known.contains(&value.as_str()) && !more.contains(&value.as_str()) {
+        if !names(tag.trim_end_matches("_tag")).contains(&value.as_str()) {
             advice.push(format!("{name}: {tag} = {value:?} is to be renamed in the rows"));
         }
     }

@@ -60,7 +60,25 @@ pub(super) fn all(ctx: &mut Context<'_>) {
             if let Some(format) = ctx.task.format() {
                 source.keys.insert("format", quote(format.word()));
             }
-            source.write(ctx, &format!("data.{list}.{i}"));
+            let path = format!("data.{list}.{i}");
+            // sources of LLaMA-Factory have theirs
+            let has_one = ctx.tool == "LLaMA-Factory" || source.keys.contains_key("split");
+            let split = match list {
+                _ if has_one || !source.is_of_hub() => None,
+                "eval" if ctx.tool == "axolotl" => Some("test"),
+                _ => Some("train"),
+            };
+            let key: String = match source.origin.as_str() {
+                "dataset_name" => "dataset_train_split".into(),
+                origin => format!("{origin}.split"),
+            };
+            source.write(ctx, &path);
+            if let Some(split) = split {
+                ctx.set_default(&format!("{path}.split"), quote(split), &key);
+            }
         }
+    }
+    if ctx.tool == "torchtune" && ctx.draft.get("data.pack").is_none() {
+        ctx.set_default("data.pack", "false".into(), "dataset.packed");
     }
 }

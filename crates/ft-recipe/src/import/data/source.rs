@@ -7,6 +7,23 @@ use crate::syntax::quote;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// Endings of files of rows.
+const ROWS: [&str; 10] = ["arrow", "csv", "gz", "json", "jsonl", "ndjson", "parquet", "tsv", "txt", "zst"];
+
+/// Names of a part of messages, or of a role, that are read as they are.
+pub(super) fn names(part: &str) -> &'static [&'static str] {
+    match part {
+        "role" => &["role", "from"],
+        "content" => &["content", "value"],
+        "user" => &["user", "human"],
+        "assistant" => &["assistant", "gpt", "chatgpt", "model"],
+        "system" => &["system"],
+        "tool" | "observation" => &["tool", "function", "observation", "function_response"],
+        "function" => &["function_call"],
+        _ => &[],
+    }
+}
+
 /// One source.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Source {
@@ -17,11 +34,25 @@ pub(super) struct Source {
     pub fields: BTreeMap<String, String>,
     /// The key that names the source.
     pub origin: String,
+    /// Whether that key is not in the file.
+    pub by_default: bool,
 }
 
 impl Source {
     pub fn named(source: impl Into<String>, origin: impl Into<String>) -> Self {
         Self { source: source.into(), origin: origin.into(), ..Self::default() }
+    }
+
+    /// Whether the source is named as a file of rows.
+    pub fn is_file(&self) -> bool {
+        self.source.rsplit_once('.').is_some_and(|(_, ending)| ROWS.contains(&ending))
+    }
+
+    /// Whether the source is named as a data set of the hub: owner and name.
+    pub fn is_of_hub(&self) -> bool {
+        let id = self.source.strip_prefix("hf://datasets/").unwrap_or(&self.source);
+        let of_two = id.split_once('/').is_some_and(|(_, name)| !name.is_empty() && !name.contains('/'));
+        of_two && !id.starts_with(['.', '/', '~']) && !id.contains(['*', '?', '[', '$']) && !self.is_file()
     }
 
     /// Takes a text as it is.
@@ -71,8 +102,9 @@ impl Source {
 
     /// Writes the source into the recipe.
     pub fn write(self, ctx: &mut Context<'_>, path: &str) {
-        let mut put =
-            |key: &str, value: String| ctx.draft.set(&format!("{path}.{key}"), value, &self.origin, false);
+        let mut put = |key: &str, value: String| {
+            ctx.draft.set(&format!("{path}.{key}"), value, &self.origin, self.by_default);
+        };
         put("source", quote(&self.source));
         for (key, value) in self.keys {
             put(key, value);

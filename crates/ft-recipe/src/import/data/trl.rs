@@ -9,7 +9,10 @@ use serde_json::Value;
 /// Training and evaluation sources.
 pub(super) fn sources(ctx: &mut Context<'_>) -> (Vec<Source>, Vec<Source>) {
     let mut train = each(ctx, "datasets", mixture);
-    let Some(name) = ctx.get("dataset_name").and_then(text) else { return (train, Vec::new()) };
+    let Some(name) = ctx.get("dataset_name").and_then(text) else {
+        ctx.of_data.insert("dataset_test_split".into(), needless("it is a split of dataset_name"));
+        return (train, Vec::new());
+    };
     let mut source = Source::named(&name, "dataset_name");
     let tell = |ctx: &mut Context<'_>, key: &str, convert: &mut dyn FnMut(&Value) -> Outcome| {
         if let Some(v) = ctx.get(key).cloned() {
@@ -26,12 +29,16 @@ pub(super) fn sources(ctx: &mut Context<'_>) -> (Vec<Source>, Vec<Source>) {
         }
     });
     let mut eval = Vec::new();
-    let evaluates = !matches!(ctx.word("eval_strategy").as_str(), "" | "no" | "false");
+    let by_default = ctx.is_default("dataset_test_split");
+    // a file has no splits
+    let off = matches!(ctx.word("eval_strategy").as_str(), "" | "no" | "false");
+    let evaluates = !(off || by_default && source.is_file());
     tell(ctx, "dataset_test_split", &mut |v| match text(v).filter(|_| evaluates) {
         Some(split) => {
             let mut of_test = source.clone();
             of_test.keys.insert("split", quote(&split));
             of_test.origin = "dataset_test_split".into();
+            of_test.by_default = by_default;
             eval.push(of_test);
             converted(format!("data.eval: split = {}", quote(&split)))
         }
@@ -58,8 +65,7 @@ fn mixture(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
             _ if is_off(value) => needless("off"),
             "columns" => needless("the format says which columns are read"),
             "fraction" => {
-                source.keys.insert("weight", value.to_string());
-                converted(format!("weight = {value}"))
+                refused("a share of the mixture there: max_samples = the rows of this source, the first ones")
             }
             "data_dir" => refused("a path to the files is wanted: source"),
             _ => refused("no such key of a source: ft schema lists them"),

@@ -8,6 +8,10 @@ use std::collections::BTreeMap;
 /// Values of a file at the most.
 pub(in crate::import) const MOST: usize = 20_000;
 
+/// Rounds of filling in values, and bytes of a filled value, at the most.
+const ROUNDS: usize = 8;
+const LONGEST: usize = 4096;
+
 /// A key of the file, or a default of its tool.
 #[derive(Clone, Debug)]
 pub(in crate::import) struct Entry {
@@ -60,25 +64,41 @@ impl Entries {
         }
     }
 
-    /// Replaces `${a.b}` by the value of that key.
+    /// Replaces `${a.b}` by the value of that key, which may name further keys.
     fn interpolate(&mut self) {
-        let known: BTreeMap<String, String> =
-            self.list.iter().filter_map(|e| Some((e.path.clone(), text(&e.value)?))).collect();
-        for entry in &mut self.list {
-            if let Value::String(written) = &mut entry.value {
-                let parts: Vec<&str> = written.split("${").collect();
-                let mut out = parts[0].to_string();
-                for part in &parts[1..] {
-                    let filled =
-                        part.split_once('}').and_then(|(key, rest)| Some(known.get(key)?.clone() + rest));
-                    out += &filled.unwrap_or_else(|| format!("${{{part}"));
+        for _ in 0..ROUNDS {
+            let known: BTreeMap<String, String> =
+                self.list.iter().filter_map(|e| Some((e.path.clone(), text(&e.value)?))).collect();
+            let mut changed = false;
+            for entry in &mut self.list {
+                if let Value::String(written) = &mut entry.value {
+                    let out = filled(written, &known);
+                    changed |= out != *written;
+                    *written = out;
                 }
-                *written = out;
+            }
+            if !changed {
+                break;
             }
         }
     }
 
+    /// The value of a key; a default stands behind a null of the file.
     pub fn get(&self, path: &str) -> Option<&Value> {
-        self.list.iter().find(|e| e.path == path).map(|e| &e.value).filter(|v| !v.is_null())
+        self.list.iter().filter(|e| e.path == path).map(|e| &e.value).find(|v| !v.is_null())
     }
+}
+
+/// A text with the values of known keys in place of `${a.b}`.
+fn filled(written: &str, known: &BTreeMap<String, String>) -> String {
+    let mut parts = written.split("${");
+    let mut out = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let value = part.split_once('}').and_then(|(key, rest)| Some((known.get(key)?, rest)));
+        match value.filter(|(value, _)| out.len() + value.len() <= LONGEST) {
+            Some((value, rest)) => out.extend([value.as_str(), rest]),
+            None => out.extend(["${", part]),
+        }
+    }
+    out
 }

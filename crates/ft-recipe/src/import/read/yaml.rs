@@ -151,9 +151,13 @@ impl Reader {
             None => self.root = self.root.take().or(Some(value)),
             Some(Open { value: Value::Array(list), .. }) => list.push(value),
             Some(Open { value: Value::Object(table), key, .. }) => match (key.take(), value) {
-                // a merge key: what the table has itself stays
-                (Some(k), Value::Object(merged)) if k == "<<" => {
-                    for (k, v) in merged {
+                // a merge key: what the table has itself stays, then what earlier tables have
+                (Some(k), merged) if k == "<<" && merges(&merged) => {
+                    let tables = match merged {
+                        Value::Array(list) => list,
+                        one => vec![one],
+                    };
+                    for (k, v) in tables.into_iter().filter_map(|t| t.as_object().cloned()).flatten() {
                         table.entry(k).or_insert(v);
                     }
                 }
@@ -166,6 +170,11 @@ impl Reader {
         }
         Ok(())
     }
+}
+
+/// Whether a value is a table, or a list of tables.
+fn merges(value: &Value) -> bool {
+    value.is_object() || value.as_array().is_some_and(|list| list.iter().all(Value::is_object))
 }
 
 /// Values in a value, itself included.
@@ -212,6 +221,15 @@ mod tests {
         assert_eq!(leaves("{\"a\": {\"b\": 1.5},\n \"c\": []}"), "1:a.b=1.5\n2:c=[]\n");
     }
 
+    /// Values that name values, and one that names itself.
+    #[test]
+    fn values_are_filled_in() {
+        let entries = read("a: ${b}/x\nb: ${c}/y\nc: z\nd: ${d}${d}\ne: ${f}\n").unwrap();
+        let texts = ["a", "b", "e"].map(|key| entries.get(key).and_then(Value::as_str));
+        assert_eq!(texts, [Some("z/y/x"), Some("z/y"), Some("${f}")]);
+        assert!(entries.get("d").and_then(Value::as_str).is_some_and(|d| d.len() < 1 << 20));
+    }
+
     #[test]
     fn bad_and_huge_files_are_errors() {
         assert!(read("a: [1").unwrap_err().starts_with("line "), "{:?}", read("a: [1"));
@@ -245,6 +263,9 @@ mod tests {
         );
         let merged = read("e: &x {f: 1}\ng: &y {h: 1}\ni:\n  <<: *x\n  <<: *y\n  f: 2\n").unwrap();
         assert_eq!((merged.get("i.f"), merged.get("i.h")), (Some(&2.into()), Some(&1.into())));
+        let listed = read("e: &x {f: 1}\ng: &y {f: 3, h: 1}\ni:\n  <<: [*x, *y]\n  k: 2\n").unwrap();
+        let keys = ["i.f", "i.h", "i.k"].map(|key| listed.get(key).cloned());
+        assert_eq!(keys, [1, 1, 2].map(|n| Some(Value::from(n))));
     }
 
     #[test]
