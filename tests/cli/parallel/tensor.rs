@@ -38,9 +38,10 @@ fn layout(data: usize, tensor: usize, zero: u8) -> [String; 3] {
     split::layout("tensor", data, tensor, zero)
 }
 
-/// Linear attention, gated attention with one head of keys.
+/// Linear attention, gated attention with one head of keys. With an `initializer_range` of 0.1, gradients in f32, PyTorch's
+/// too, are 3e-6 from those in f64, with 0.02 2e-7.
 fn hybrid() -> Value {
-    json!({"model_type": "qwen3_5_text", "full_attention_interval": 3, "num_key_value_heads": 1,
+    json!({"model_type": "qwen3_5_text", "full_attention_interval": 3, "num_key_value_heads": 1, "initializer_range": 0.02,
         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 4})
 }
@@ -78,8 +79,6 @@ fn families() -> [(&'static str, Value); 8] {
 #[test]
 fn gradients_are_those_of_one_rank() {
     for (rules, config) in families() {
-        // the norm behind linear attention divides by small outputs, and their rounding grows
-        let rounding = if config == hybrid() { 1e-5 } else { 1e-6 };
         let w = world(rules, config);
         let one_step = ["run.steps=1", "run.save_every=1"];
         bits(&w, "one", &one_step);
@@ -94,10 +93,10 @@ fn gradients_are_those_of_one_rank() {
             let own = layout(data, tensor, 0);
             bits(&w, "run", &[&with(&own, set)[..], &one_step].concat());
             let far = (norm("run") / norm("one") - 1.0).abs();
-            assert!(far <= rounding, "{rules}{own:?}: the norm is {far:.1e} apart");
+            assert!(far <= 1e-6, "{rules}{own:?}: the norm is {far:.1e} apart");
             let far = gradients_apart(&gradients(&w, "run"), &want, &format!("{rules}{own:?} {set:?}"));
             // Sums of four parts round more often.
-            let bar = if tensor > 2 { 2.0 * rounding } else { rounding };
+            let bar = if tensor > 2 { 2e-6 } else { 1e-6 };
             assert!(far <= bar, "{rules}{own:?} {set:?}: all gradients are {far:.1e} apart");
         }
     }
