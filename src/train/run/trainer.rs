@@ -224,25 +224,26 @@ impl<'a> Trainer<'a> {
         let young = step - (run.done() as usize) < REPLANNED_STEPS;
         let again = young && self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
         let scale = self.cx.loss_scale.get();
-        let output = loop {
+        let (e, intact) = loop {
             match self.cx.accumulate(&input, times, &|| run.signals.asked()) {
-                Ok(output) => break output,
+                Ok(output) => match self.cx.update(&input, &output, times) {
+                    Ok(()) => return Ok(output),
+                    Err(e) => {
+                        let intact = matches!(e.of(), Some(Error::NonFinite { .. }));
+                        break (e, intact);
+                    }
+                },
                 Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
                     self.recompute_more(step as u64, e)?;
                 }
-                Err(e) => {
-                    self.cx.loss_scale.set(scale);
-                    return Err(self.after_intact(e));
-                }
+                Err(e) => break (e, true),
             }
         };
-        match self.cx.update(&input, &output, times) {
-            Err(e) if matches!(e.of(), Some(Error::NonFinite { .. })) => {
-                self.cx.loss_scale.set(scale);
-                Err(self.after_intact(e))
-            }
-            outcome => outcome.map(|()| output),
+        if !intact {
+            return Err(e);
         }
+        self.cx.loss_scale.set(scale);
+        Err(self.after_intact(e))
     }
 
     /// Before an error that has left the weights of the last step as they are, saves a checkpoint of that step, beside

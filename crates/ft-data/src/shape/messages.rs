@@ -329,21 +329,18 @@ pub fn open_calls(calls: &mut Value, role: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses numbers that are not kept exactly.
+/// Refuses an integer beyond 64 bits, which the parser has rounded to a float.
 fn exact(value: &Value) -> Result<(), String> {
-    match inexact(value) {
-        Some(number) => Err(format!(": {number:e} has more digits than ft keeps; write it as a string")),
-        None => Ok(()),
-    }
-}
-
-/// Finds an integer beyond 64 bits, rounded to a float by the parser.
-fn inexact(value: &Value) -> Option<f64> {
     match value {
-        Value::Number(n) if n.is_f64() => n.as_f64().filter(|x| x.fract() == 0.0 && x.abs() >= 9.2e18),
-        Value::Array(list) => list.iter().find_map(inexact),
-        Value::Object(map) => map.values().find_map(inexact),
-        _ => None,
+        Value::Number(n) => {
+            match n.as_f64().filter(|x| n.is_f64() && x.fract() == 0.0 && x.abs() >= 9.2e18) {
+                Some(x) => Err(format!(": {x:e} has more digits than ft keeps; write it as a string")),
+                None => Ok(()),
+            }
+        }
+        Value::Array(list) => list.iter().try_for_each(exact),
+        Value::Object(map) => map.values().try_for_each(exact),
+        _ => Ok(()),
     }
 }
 

@@ -3,7 +3,9 @@
 use super::changes::{Change, alternate, in_turns, neighbors, parts};
 use super::{Error, refuse};
 use crate::model::Config;
-use crate::model::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree};
+use crate::model::modules::{
+    FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, norm_offset,
+};
 
 /// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
 pub(super) struct MappedTensor {
@@ -110,9 +112,11 @@ impl TensorNameMap<'_> {
     }
 
     fn one(&mut self, name: &str, module: Module, changes: Vec<Change>) {
-        // The norm of linear attention is stored as it is.
-        let norm = matches!(module.kind, Kind::Norm { .. }) && !name.ends_with("ssm_norm");
-        let plus = (norm && self.config.family.plus_one).then_some(Change::Plus(1.0));
+        let plus = match module.kind {
+            Kind::Norm { .. } => norm_offset(self.config, &module),
+            _ => 0.0,
+        };
+        let plus = (plus != 0.0).then_some(Change::Plus(plus));
         self.put((name.into(), "weight"), vec![module], changes.into_iter().chain(plus).collect());
     }
 
