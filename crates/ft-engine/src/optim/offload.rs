@@ -130,6 +130,7 @@ mod tests {
             cut: CutAlong::Nothing,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
             fused: None,
+            plus: false,
             matrix: true,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();

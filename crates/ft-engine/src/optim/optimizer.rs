@@ -3,7 +3,6 @@
 use super::offload::{self, PIECE, STAGED};
 use super::projected::GaLore;
 use super::update::Update;
-use crate::adapters::Part;
 use crate::params::FlatParam;
 use crate::params::Params;
 use crate::params::buffers::LocalShard;
@@ -53,7 +52,7 @@ impl Optimizer {
         for (t, s) in placed {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
-            let factor = o.factor(t.lr_scale, t.part == Part::B);
+            let factor = o.factor(t.lr_scale, t.plus);
             let end = s.range().end;
             match groups.last_mut() {
                 Some(l) if (l.flat, l.peak, l.lr_scale, l.decays) == (s.flat, peak, factor, decays) => {

@@ -76,6 +76,10 @@ fn update_basis(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()
     let (short, rank) = p.basis.dims2()?;
     let name = &params.tensors[p.index].name;
     let values: Vec<f32> = to_host(g.real()?)?.flatten_all()?.to_vec1()?;
+    if !values.iter().all(|x| x.is_finite()) {
+        // reported with the step's norm
+        return Ok(());
+    }
     let stream = Stream::new(0, Purpose::Projection, t, p.index as u64);
     let Some(found) = Matrix::new(&values, p.dims).and_then(|m| m.largest(rank, stream)) else {
         candle_core::bail!("{name}: the singular values of its gradient cannot be found");

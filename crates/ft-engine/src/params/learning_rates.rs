@@ -14,9 +14,9 @@ pub struct LearningRate {
     /// Training method of these tensors.
     #[serde(serialize_with = "word")]
     pub method: Method,
-    /// Scale included in `lr`: the rule's `lr_scale`, times `lr_scale_b` for LoRA's B.
+    /// Scale included in `lr`: the rule's `lr_scale`, times `lr_scale_b` under LoRA+.
     pub lr_scale: f64,
-    /// Whether the tensors are LoRA's B with a scale of its own.
+    /// Whether LoRA+ scales the rate: LoRA's B and magnitudes.
     pub lora_b: bool,
     /// Whether the tensors are token rows.
     pub tokens: bool,
@@ -71,11 +71,15 @@ pub fn line(rates: &[LearningRate]) -> String {
     rates.iter().map(LearningRate::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Groups tensors, given as part, scale and number of values, by learning rate; highest first.
-fn collect(o: &ft_recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64)>) -> Vec<LearningRate> {
+/// Groups tensors, given as part, scale, whether LoRA+ scales it, and number of values, by learning rate; highest
+/// first.
+fn collect(
+    o: &ft_recipe::Optimizer,
+    parts: impl Iterator<Item = (Part, f64, bool, u64)>,
+) -> Vec<LearningRate> {
     let mut rates: Vec<LearningRate> = Vec::new();
-    for (part, lr_scale, parameters) in parts {
-        let (method, lora_b) = (part.method(), part == Part::B && o.lr_scale_b != 1.0);
+    for (part, lr_scale, plus, parameters) in parts {
+        let (method, lora_b) = (part.method(), plus && o.lr_scale_b != 1.0);
         let (lr_scale, tokens) = (o.factor(lr_scale, lora_b), part == Part::Rows);
         let same = |r: &&mut LearningRate| {
             (r.method, r.lora_b, r.tokens, r.lr_scale) == (method, lora_b, tokens, lr_scale)
@@ -105,7 +109,7 @@ impl Selection {
     /// Learning rates of the selection, highest first.
     pub fn learning_rates(&self, o: &ft_recipe::Optimizer) -> Vec<LearningRate> {
         let parts = self.parts();
-        collect(o, parts.iter().map(|p| (p.part, p.lr_scale, p.elements() as u64)))
+        collect(o, parts.iter().map(|p| (p.part, p.lr_scale, p.plus, p.elements() as u64)))
     }
 
     /// As [`Selection::learning_rates`], with validation.
@@ -143,13 +147,14 @@ impl Selection {
 impl Params {
     /// As [`Selection::learning_rates`].
     pub fn learning_rates(&self, o: &ft_recipe::Optimizer) -> Vec<LearningRate> {
-        collect(o, self.tensors.iter().map(|t| (t.part, t.lr_scale, t.elements() as u64)))
+        collect(o, self.tensors.iter().map(|t| (t.part, t.lr_scale, t.plus, t.elements() as u64)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::adapters::Trained;
 
     const RULES: &str = "[model]\nsource = \"m\"\n[[data.train]]\nsource = \"d\"\nformat = \"text\"\n\
         [[train]]\nmodules = [\"attention\"]\n[[train]]\nmodules = [\"mlp\"]\nlr_scale = 0.3\n\
@@ -179,6 +184,22 @@ mod tests {
              default), 6e-5 (LoRA, by default, lr_scale 0.3), 1e-5 (in full, by default)"
         );
         assert!(shown(&["optimizer.lr_scale_b=1e-300"]).is_err());
+        Ok(())
+    }
+
+    /// LoRA+ is of B and of magnitudes, as in PEFT; of an embedding, B is the random factor.
+    #[test]
+    fn lora_plus_is_of_b_and_magnitudes_but_of_no_embedding() -> anyhow::Result<()> {
+        let own = ["train.2.modules=['embedding']", "train.2.method=lora"];
+        for (set, [b, magnitudes]) in [(&["lora.dora=true"][..], [true; 2]), (&own, [true, false])] {
+            let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+            let trained = selection(&Recipe::parse(RULES, "r.toml", &set)?)?.trained();
+            let any = |part| trained.iter().any(|t| t.part == part && t.plus);
+            assert_eq!([any(Part::B), any(Part::Magnitude)], [b, magnitudes], "{set:?}");
+            let scaled =
+                |t: &Trained| matches!(t.part, Part::B | Part::Magnitude) && !t.name.contains("embed");
+            assert!(trained.iter().all(|t| t.plus == scaled(t)), "{set:?}");
+        }
         Ok(())
     }
 

@@ -363,6 +363,7 @@ mod tests {
             expert,
             cut,
             lr_scale: 1.0,
+            plus: false,
             matrix: true,
             fused: None,
         };

@@ -1,6 +1,7 @@
 //! Low-rank factorizations on the host in f64: truncated SVD and the leading columns of a QR decomposition.
 //!
-//! The bits do not depend on the number of threads, so ranks with the same matrix get the same factors.
+//! The bits depend neither on the number of threads nor on the processor's instructions, so ranks with the same matrix
+//! get the same factors.
 
 use crate::cpu::each;
 use ft_base::rng::Stream;
@@ -74,10 +75,13 @@ impl<'a> Matrix<'a> {
     /// The `rank` largest singular values with their vectors, at most the length of the shorter side. Exact
     /// up to [`EXACT`]; larger matrices use a random projection drawn from `stream`.
     ///
-    /// `None` if the SVD does not converge.
+    /// `None` if a value is not finite or the SVD does not converge.
     pub fn largest(&self, rank: usize, stream: Stream) -> Option<LowRank> {
         let short = self.rows.min(self.cols);
         let (rank, wide) = (rank.min(short), (rank + MORE).min(short));
+        if !self.values.iter().all(|x| x.is_finite()) {
+            return None;
+        }
         if self.values.iter().all(|x| *x == 0.0) {
             // any orthonormal vectors will do
             let unit = |n| DMatrix::identity(n, rank);
@@ -99,7 +103,7 @@ impl<'a> Matrix<'a> {
         // W ~ basis (basis^T W), with (basis^T W)^T = q r and a small square r
         let (q, r) = self.transposed_times(&basis).qr().unpack();
         let (u, values, v) = svd(r)?;
-        Some(first(basis * v, values, q * u, rank))
+        Some(first(product(&basis, &v), values, product(&q, &u), rank))
     }
 
     /// Leading columns of Q and rows of R of a QR decomposition: Q `[o, r]`, and R transposed, `[i, r]`.
@@ -129,6 +133,18 @@ fn add(out: &mut [f64], w: f64, x: &[f64]) {
     for (out, x) in out.iter_mut().zip(x) {
         *out += w * x;
     }
+}
+
+/// `A B`. The product of nalgebra takes other instructions, and rounds otherwise, on other processors.
+fn product(a: &DMatrix<f64>, b: &DMatrix<f64>) -> DMatrix<f64> {
+    let (rows, inner, cols) = (a.nrows(), a.ncols(), b.ncols());
+    let mut out = vec![0f64; rows * cols];
+    each(out.chunks_mut(rows).zip(b.as_slice().chunks(inner)), |(out, b)| {
+        for (w, a) in b.iter().zip(a.as_slice().chunks_exact(rows)) {
+            add(out, *w, a);
+        }
+    });
+    DMatrix::from_vec(rows, cols, out)
 }
 
 /// SVD `u diag(values) v^T`, with v as columns.

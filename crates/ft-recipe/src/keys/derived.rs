@@ -122,9 +122,9 @@ impl Optimizer {
         self.lr.unwrap_or(if method == Method::Full { 1e-5 } else { 2e-4 })
     }
 
-    /// Factor on the peak learning rate: `lr_scale`, times `lr_scale_b` for the LoRA matrix B.
-    pub fn factor(&self, lr_scale: f64, is_b: bool) -> f64 {
-        if is_b { lr_scale * self.lr_scale_b } else { lr_scale }
+    /// Factor on the peak learning rate: `lr_scale`, times `lr_scale_b` under LoRA+.
+    pub fn factor(&self, lr_scale: f64, plus: bool) -> f64 {
+        if plus { lr_scale * self.lr_scale_b } else { lr_scale }
     }
 }
 

@@ -84,6 +84,7 @@ impl Selection {
             expert: t.module.expert,
             cut: t.module.cut,
             lr_scale: t.lr_scale,
+            plus: t.plus,
             matrix: t.matrix,
         };
         self.parts().into_iter().map(named).collect()
@@ -110,7 +111,10 @@ impl Selection {
             let mut add = |part, shape: &[usize], lr_scale, matrix| {
                 let (mut dims, rank) = ([1; 3], shape.len().min(3));
                 dims[..rank].copy_from_slice(&shape[..rank]);
-                out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
+                // As PEFT: A of an embedding is its zero factor.
+                let plus =
+                    matches!(part, Part::B | Part::Magnitude) && !matches!(m.kind, Kind::Embedding { .. });
+                out.push(TrainedPart { module: m, part, dims, rank, lr_scale, plus, matrix });
             };
             match choice {
                 Choice::Freeze => {}

@@ -45,6 +45,8 @@ pub struct Trained {
     pub cut: CutAlong,
     /// Factor on the learning rate.
     pub lr_scale: f64,
+    /// Whether LoRA+ scales its learning rate: B and magnitudes, embeddings apart.
+    pub plus: bool,
     /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
     /// For A and B of an expert's linear: place in an adapter of all experts, if the family has such adapters.
@@ -88,6 +90,8 @@ pub struct TrainedPart<'a> {
     pub(super) rank: usize,
     /// Factor on the learning rate.
     pub lr_scale: f64,
+    /// Whether LoRA+ scales its learning rate.
+    pub plus: bool,
     pub(super) matrix: bool,
 }
 
