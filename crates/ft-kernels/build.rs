@@ -40,7 +40,7 @@ mod cuda {
     type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
     const SOURCES: &str = "src";
-    /// Compute capability of the PTX: the first with bf16, and the oldest supported GPU.
+    /// Compute capability of the PTX: the first with bf16, and the oldest supported GPU (as in cuda/device.rs).
     const OLDEST: u32 = 80;
     const CODE: &str = "80,86,89,90,100,103,120";
 

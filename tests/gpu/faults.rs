@@ -91,6 +91,45 @@ fn a_device_out_of_memory_is_told() {
         8,
         &["out of memory", "CUDA device 0 (", "CUDA_ERROR_OUT_OF_MEMORY", "the plan had said", "hint: "],
     );
+    let warned = ["keeps within memory.budget = 40.00 GiB, but only ", " are available here"];
+    assert!(warned.iter().all(|words| r.err.contains(words)), "{}", r.err);
+}
+
+/// Without a budget, a run that needs more than the whole card is refused; one that needs more than its free part, by
+/// an estimate, is warned of.
+#[test]
+fn a_run_larger_than_the_card_is_refused_before_it_downloads() {
+    let Some(w) = world(FULL) else { return };
+    let hub = ["run", "qwen3-32b-qlora", "run.device=cuda"];
+    let hub = ran(w.command(&hub).env("EMU_MEMORY", "12G").output().expect("started"));
+    for refused in [hub, run(&w, ("EMU_MEMORY", "96M"), &[])] {
+        fails(&refused, 8, &["error: this run needs ", " is available", "hint: "]);
+    }
+    assert!(!w.path("runs").exists() && !w.path("run").exists());
+    // of a tiny model, all but the context
+    let warned = run(&w, ("EMU_MEMORY", "630M"), &[]);
+    fails(&warned, 0, &["warning: this run needs "]);
+}
+
+/// A card before compute capability 8.0: refused at opening, and `auto` is the CPU.
+#[test]
+fn an_old_card_is_refused_and_auto_takes_the_cpu() {
+    let Some(w) = world(LORA) else { return };
+    let on = |args: &[&str]| ran(w.command(args).env("EMU_ARCH", "75").output().expect("started"));
+    let run = ["run", "r.toml", "run.steps=1", "run.output=run", "--overwrite"];
+    let old = "has compute capability 7.5, and ft needs 8.0 or later";
+    fails(
+        &on(&[&run[..], &["run.device=cuda"]].concat()),
+        2,
+        &["CUDA device 0 (", old, "hint: run.device=cpu"],
+    );
+    let auto = on(&[&run[..], &["run.device=auto"]].concat());
+    assert_eq!(auto.code, 0, "{}", auto.err);
+    assert_eq!(auto.err.matches(old).count(), 1, "{}", auto.err);
+    assert!(auto.err.contains("run.device = \"auto\" is the CPU"), "{}", auto.err);
+    let doctor = on(&["doctor"]);
+    let said = doctor.out.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(said.contains(old) && said.contains("auto: cpu"), "{said}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Peak allocations on the device agree with the plan to 1%.
 
-use super::device;
-use super::world::World;
+use super::world::{World, ran};
+use super::{device, emulated};
 use serde_json::{Value, json};
 
 const FULL: &str =
@@ -123,6 +123,23 @@ fn a_run_allocates_what_its_plan_lists() {
     }
     eprintln!("{table}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// After a step that begins anew for lack of memory, the peak is that of the smaller plan.
+#[test]
+fn a_step_that_begins_anew_is_measured_anew() {
+    if !device() || !emulated() {
+        return;
+    }
+    let w = World::new();
+    write(&w, &config(json!({})), LORA);
+    let r = ran(w.command(&["run", "r.toml"]).env("EMU_CUBLAS_FAIL", "60").output().expect("started"));
+    assert_eq!(r.code, 0, "{}", r.err);
+    let (replanned, end) = (&w.events("out", "replanned")[0], &w.events("out", "end")[0]);
+    let of = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{replanned}, {end}"));
+    let planned = of(&end["planned_peak_bytes"]) - of(&replanned["plan"]["device"]["context"]);
+    let apart = of(&end["peak_device_bytes"]) / planned - 1.0;
+    assert!(apart.abs() < 0.05, "{apart:.3}: {}", r.err);
 }
 
 /// By default, inputs of recomputed layers are offloaded to the host if a step then recomputes less. The

@@ -109,8 +109,8 @@ const MEANINGS: &[Meaning] = &[
     (
         &["NO_BINARY_FOR_GPU", "INVALID_PTX", "ARCH_MISMATCH"],
         "this ft has no code for this card",
-        "build with CUDA_COMPUTE_CAP set to the card's compute capability (`nvidia-smi --query-gpu=compute_cap \
-         --format=csv`)",
+        "build with CUDA_COMPUTE_CAP no higher than the card's compute capability (`nvidia-smi \
+         --query-gpu=compute_cap --format=csv`); the default is 80, the least",
         ExitCode::Usage,
     ),
     (

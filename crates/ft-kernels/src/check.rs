@@ -1,6 +1,7 @@
 //! Test helpers for kernels: seeded tensors, comparison, finite differences.
 
 use crate::Tensor;
+use crate::tensor::On;
 use candle_core::{DType, Device, Result, Shape};
 use ft_base::rng::{Purpose, Stream};
 use std::cell::Cell;
@@ -13,7 +14,10 @@ thread_local! {
 /// kernels with a composed twin use the composition, for tensors and ghosts alike.
 pub fn composed<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(2).start_handler(|_| COMPOSED.set(true));
-    threads.build().expect("threads").install(f)
+    threads.build().expect("threads").install(|| {
+        assert!(!On::from(&Device::Cpu).is_native(), "the composed operations are not in use");
+        f()
+    })
 }
 
 /// Runs `f` on a pool of `threads` threads.

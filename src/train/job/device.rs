@@ -2,14 +2,24 @@
 
 use crate::train::Error;
 use candle_core::{DType, Device};
+use ft_base::terminal::warn;
 use ft_kernels::cuda;
 use ft_recipe::{Device as DeviceName, Dtype, Launch, OneDevice};
+use std::sync::Once;
 
-/// Opens the device of a recipe. On CUDA, this is device 0, or one device per process of a machine.
+/// Opens the device of a recipe. On CUDA, this is device 0, or one device per process of a machine. `auto` is the CPU
+/// if all cards are too old for ft, with a warning.
 ///
 /// # Errors
-/// CUDA is requested but missing, or lacks a required library; more processes than devices.
+/// CUDA is requested but missing, too old, or lacks a required library; more processes than devices.
 pub fn device(name: DeviceName) -> Result<Device, Error> {
+    static WARNED: Once = Once::new();
+    if name == DeviceName::Auto
+        && let Some(why) = cuda::all_too_old()
+    {
+        WARNED.call_once(|| warn(&format!("{why}: run.device = \"auto\" is the CPU")));
+        return Ok(Device::Cpu);
+    }
     match (name, cuda::count()) {
         (DeviceName::Cpu, _) | (DeviceName::Auto, 0) => Ok(Device::Cpu),
         (_, count) => cuda::open(ordinal(count)?).map_err(Error::Device),

@@ -8,7 +8,7 @@ use ft_base::memory::place;
 use ft_engine::params::Params;
 use ft_engine::params::buffers::LocalShard;
 use ft_engine::params::buffers::moments::Moments;
-use ft_kernels::gemm;
+use ft_kernels::{cuda, gemm};
 use ft_plan::{Component, Phase, Plan, report};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -70,6 +70,8 @@ pub struct MemoryMonitor {
     /// Bytes of the packing buffers of matrix products.
     slabs: u64,
     states: StateBytes,
+    /// Peak of loading.
+    loading: u64,
     peak: u64,
 }
 
@@ -78,17 +80,18 @@ impl MemoryMonitor {
     pub fn begin(plan: &Plan, job: &Job) -> Self {
         let planned = out_of_memory::remember(plan.clone(), job.allocations(plan));
         place::enter(Phase::Load, 0);
-        memory::reset_peak();
+        reset_peaks(&job.device);
         if job.device.is_cpu() {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
-        let before = (memory::live_bytes(), ft_kernels::cuda::device_bytes(&job.device));
+        let before = (memory::live_bytes(), cuda::device_bytes(&job.device));
         memory::reset_ranks();
         if job.device.is_cpu() && plan.local == 1 {
             gemm::make_slabs();
         }
         let slabs = memory::live_bytes().zip(before.0).map_or(0, |(now, before)| now.saturating_sub(before));
-        Self { planned, device: job.device.clone(), before, slabs, states: StateBytes::default(), peak: 0 }
+        let (device, states) = (job.device.clone(), StateBytes::default());
+        Self { planned, device, before, slabs, states, loading: 0, peak: 0 }
     }
 
     /// The current plan.
@@ -96,10 +99,12 @@ impl MemoryMonitor {
         &self.planned.plan
     }
 
-    /// Replaces the plan during a run.
+    /// Replaces the plan during a run, and measures the peak of its steps anew.
     pub fn replan(&mut self, plan: Plan, job: &Job) {
         let listed = job.allocations(&plan);
         self.planned = out_of_memory::remember(plan, listed);
+        reset_peaks(&self.device);
+        self.peak = self.loading;
     }
 
     /// The plan with a list of allocations, for out-of-memory reports.
@@ -119,8 +124,8 @@ impl MemoryMonitor {
             _ => {
                 // the values of a tensor in f32, from which others are made, are free once the device is done
                 let done = self.device.synchronize().ok();
-                let used = done.and_then(|()| ft_kernels::cuda::pool_bytes(&self.device));
-                used.map_or_else(|| ft_kernels::cuda::device_bytes(&self.device), |(now, _)| now)
+                let used = done.and_then(|()| cuda::pool_bytes(&self.device));
+                used.map_or_else(|| cuda::device_bytes(&self.device), |(now, _)| now)
             }
         };
         let mut k = StateBytes::default();
@@ -143,6 +148,7 @@ impl MemoryMonitor {
         k.frozen = now.saturating_sub(k.sum());
         self.states = k;
         self.measure();
+        self.loading = self.peak;
     }
 
     /// Measures the current peak.
@@ -155,7 +161,7 @@ impl MemoryMonitor {
             (true, Some(_), _) if self.plan().local > 1 => memory::largest_rank().1,
             (true, Some(before), Some(peak)) => peak.saturating_sub(before),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan().local,
-            _ => ft_kernels::cuda::device_bytes(&self.device),
+            _ => cuda::device_bytes(&self.device),
         };
         self.peak = self.peak.max(now);
     }
@@ -167,7 +173,7 @@ impl MemoryMonitor {
 
     /// Most bytes that the memory pool of the device has held, in use or for reuse; `None` on the CPU.
     pub fn reserved(&self) -> Option<u64> {
-        ft_kernels::cuda::reserved_bytes(&self.device)
+        cuda::reserved_bytes(&self.device)
     }
 
     /// Formats the plan for `metrics.jsonl`.
@@ -228,6 +234,12 @@ impl MemoryMonitor {
         }
         out
     }
+}
+
+/// Restarts the peaks of host and device at the bytes in use now.
+fn reset_peaks(device: &Device) {
+    memory::reset_peak();
+    cuda::reset_peak(device);
 }
 
 /// Compares the measured peak with the plan. `unseen` planned bytes are not measurable. The reserve for

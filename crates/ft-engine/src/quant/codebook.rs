@@ -1,4 +1,4 @@
-//! Code tables of the 4-bit types and of double quantization, equal to those of bitsandbytes.
+//! Code tables of the 4-bit types, equal to those of bitsandbytes.
 
 use crate::files::MXFP4_MAGNITUDES;
 use candle_core::{Device, Result};
@@ -65,32 +65,6 @@ impl Type {
             }),
         }
     }
-}
-
-/// The 256 values of bitsandbytes' signed dynamic map: seven decades; toward 1, every decade has twice the
-/// steps of the one before.
-pub fn dynamic_map() -> [f32; 256] {
-    let mut map = Vec::with_capacity(256);
-    for i in 0..7 {
-        let intervals = 1usize << i;
-        let scale = 10f64.powi(i - 6);
-        // torch.linspace(0.1, 1, intervals + 1) counts from the nearer end and rounds once.
-        let step = (1.0f32 - 0.1f32) / intervals as f32;
-        let at = |k: usize| {
-            if k < intervals.div_ceil(2) {
-                step.mul_add(k as f32, 0.1)
-            } else {
-                (-step).mul_add((intervals - k) as f32, 1.0)
-            }
-        };
-        for k in 0..intervals {
-            let mean = (scale as f32) * ((at(k) + at(k + 1)) / 2.0);
-            map.extend([mean, -mean]);
-        }
-    }
-    map.extend([0.0, 1.0]);
-    map.sort_by(f32::total_cmp);
-    std::array::from_fn(|i| map[i])
 }
 
 /// Code tables on a model's device, created once and shared by all tensors.

@@ -1,11 +1,11 @@
 //! Quantization to NF4, bit-exact with bitsandbytes' CPU implementation.
 
-use super::codebook::{CodeTables, Type, dynamic_map};
+use super::codebook::{CodeTables, Type};
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
 use candle_core::{DType, Device, Result};
 use ft_kernels::cpu;
-use ft_kernels::quantized::{QuantizedMatrix, Scales};
+use ft_kernels::quantized::{QuantizedMatrix, Scales, dynamic_map};
 use ft_kernels::{Real, Tensor};
 use std::ops::Range;
 
@@ -100,7 +100,7 @@ impl Encoded {
         let scales = if double {
             let n = Nested::new(&self.scales);
             Scales::Nested {
-                map: books.map(&dynamic_map())?,
+                map: books.map(&dynamic_map(true))?,
                 codes: Tensor::new(n.codes, &device)?,
                 absmax: Tensor::new(n.absmax, &device)?,
                 group: GROUP,
@@ -153,7 +153,7 @@ pub fn lazy_nf4<'a>(
         scales: LazyScales::Nested {
             codes: LazyVector::of(nested.codes),
             factors: LazyVector::of(nested.absmax),
-            map: dynamic_map().to_vec(),
+            map: dynamic_map(true).to_vec(),
             group: GROUP,
             offset: nested.offset,
         },
@@ -174,7 +174,7 @@ pub struct Nested {
 impl Nested {
     /// Quantizes scales.
     pub fn new(scales: &[f32]) -> Self {
-        let map = dynamic_map();
+        let map = dynamic_map(true);
         let sum: f64 = scales.iter().map(|s| f64::from(*s)).sum();
         let offset = (sum / scales.len().max(1) as f64) as f32;
         let mut absmax = Vec::with_capacity(scales.len().div_ceil(GROUP));

@@ -12,7 +12,7 @@
 //!
 //! The contents are untrusted: sizes are checked against config.json and against one another.
 
-use super::codebook::{CodeTables, Type, dynamic_map};
+use super::codebook::{CodeTables, Type};
 use super::encode::{BLOCK, GROUP, Nested};
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
@@ -20,7 +20,7 @@ use super::mxfp4;
 use crate::files::{TensorFiles, torch_name};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
-use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::quantized::{QuantizedMatrix, dynamic_map};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
@@ -292,7 +292,7 @@ pub fn entries(
         json["nested_offset"] = json!(f64::from(n.offset));
         parts.push(("absmax", Tensor::new(n.codes, cpu)?));
         parts.push(("nested_absmax", Tensor::new(n.absmax, cpu)?));
-        parts.push(("nested_quant_map", Tensor::new(&dynamic_map(), cpu)?));
+        parts.push(("nested_quant_map", Tensor::new(&dynamic_map(true), cpu)?));
     } else {
         parts.push(("absmax", Tensor::new(scales, cpu)?));
     }

@@ -1,10 +1,10 @@
 //! Comparison with files written by bitsandbytes, and malformed files.
 
-use super::codebook::dynamic_map;
 use super::*;
 use crate::files::{TensorFiles, write_file};
 use anyhow::{Context as _, Result};
 use candle_core::{DType, Device, Tensor};
+use ft_kernels::quantized::dynamic_map;
 use std::path::Path;
 
 const CPU: &Device = &Device::Cpu;
@@ -87,7 +87,7 @@ fn encoding_gives_bitsandbytes_bytes() -> Result<()> {
             assert!(differ * 200 <= codes.len(), "{name}: {differ} of {} nested codes differ", codes.len());
             assert!(n.codes.iter().zip(&codes).all(|(a, b)| a.abs_diff(*b) <= 1), "{name}");
             let map = floats(&files.tensor(&format!("{weight}.nested_quant_map"), DType::F32, CPU)?)?;
-            same(&name, &map, &dynamic_map());
+            same(&name, &map, &dynamic_map(true));
         }
         compared += 1;
     }

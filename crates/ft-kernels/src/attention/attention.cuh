@@ -15,7 +15,6 @@
 constexpr int ROWS = 64;
 constexpr int THREADS = 128;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 
 struct alignas(16) Tile {
   uint32_t first, rows; // first token, number of tokens

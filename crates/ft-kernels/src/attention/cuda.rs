@@ -39,7 +39,7 @@ struct Kernels {
     forward: usize,
     backward_q: usize,
     backward_kv: usize,
-    /// Groups of [`THREADS`] threads of the dk/dv kernel, which share the queries of a tile of keys.
+    /// Groups of [`THREADS`] threads of the dk/dv kernel that share the queries of a tile of keys.
     sharers: u32,
     /// Blocks per tile of queries, each with some of its rows.
     parts_q: usize,

@@ -96,6 +96,7 @@ pub fn backward(
 mod tests {
     use super::*;
     use crate::check::{close, gradient, on, randn, values};
+    use crate::cuda::upload::Lists;
     use candle_core::{DType, Device};
 
     struct Case {
@@ -152,10 +153,21 @@ mod tests {
 
     #[test]
     fn a_block_reaches_back_to_the_start_of_its_first_document() {
-        let reach = |docs: &[usize]| Sizes::of(docs).reach;
+        let reach = |docs: &[usize]| Sizes::of_last(docs, 0).reach;
         assert_eq!((reach(&[128]), reach(&[100]), reach(&[])), (128, 100, 0));
         // the block of tokens 64..128 starts in the first document and ends in the second
         assert_eq!((reach(&[100, 28]), reach(&[64, 64])), (128, 64));
+    }
+
+    #[test]
+    fn uploaded_documents_have_the_sizes_of_planned_ones() -> Result<()> {
+        let (docs, first) = (&[100, 28], 101);
+        let mut lists = Lists::default();
+        let places = Sequences::list(docs, first, &mut lists);
+        let sent = Sequences::sent(docs, first, places, &lists.send(&Device::Cpu)?)?;
+        let most = |seqs: &Sequences| Causal { seqs, window: None, scale: 1.0 }.most_keys();
+        assert_eq!((most(&sent), most(&Sequences::planned(docs, first))), (28, 28));
+        Ok(())
     }
 
     /// A window of w keys leaves w (n - w / 2) of n^2 / 2 pairs.

@@ -47,7 +47,7 @@ impl Sequences {
     /// Documents with work lists already uploaded by [`list`](Self::list).
     pub fn sent(docs: &[usize], first_query: usize, places: [Place; 3], sent: &Sent) -> Result<Self> {
         let tiles = Some(Tiles::sent(places, sent)?);
-        Ok(Self { docs: docs.to_vec(), first_query, tiles, sizes: Sizes::of(docs), ..Self::default() })
+        Ok(Self { tiles, ..Self::planned(docs, first_query) })
     }
 
     /// A plan's sequences: sizes only.

@@ -32,12 +32,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Sizes for concatenated documents of the given lengths.
-    pub fn of(docs: &[usize]) -> Self {
-        Self::of_last(docs, 0)
-    }
-
-    /// As [`Sizes::of`], with queries from key `first_query` on.
+    /// Sizes for concatenated documents of the given lengths, with queries from key `first_query` on.
     pub fn of_last(docs: &[usize], first_query: usize) -> Self {
         let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
         let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
@@ -152,7 +147,10 @@ mod tests {
     fn a_plan_counts_what_is_copied() {
         let docs = [100; 7];
         let [queries, keys] = lists(&docs, 0);
-        assert_eq!(bytes(Sizes::of(&docs)), 16 * (queries.len() + keys.len()) + 4 * documents(&docs).len());
+        assert_eq!(
+            bytes(Sizes::of_last(&docs, 0)),
+            16 * (queries.len() + keys.len()) + 4 * documents(&docs).len()
+        );
         assert_eq!(documents(&[33, 0, 1]), [0, 33, 0, 0, 33, 34, 2, 0]);
     }
 }

@@ -34,8 +34,12 @@ pub fn to_dtype(t: &Real, dtype: DType) -> Result<Real> {
     };
     let shape = layout.shape();
     match (storage, dtype) {
-        (CpuStorage::BF16(v), _) => Real::from_vec(each(&v[start..end], |x| wide(*x)), shape, &Device::Cpu),
-        (CpuStorage::F16(v), _) => Real::from_vec(each(&v[start..end], |x| x.to_f32()), shape, &Device::Cpu),
+        (CpuStorage::BF16(v), DType::F32) => {
+            Real::from_vec(each(&v[start..end], |x| wide(*x)), shape, &Device::Cpu)
+        }
+        (CpuStorage::F16(v), DType::F32) => {
+            Real::from_vec(each(&v[start..end], |x| x.to_f32()), shape, &Device::Cpu)
+        }
         (CpuStorage::F32(v), DType::BF16) => {
             Real::from_vec(each(&v[start..end], |x| narrow(*x)), shape, &Device::Cpu)
         }

@@ -8,6 +8,45 @@ use candle_core::Device;
 #[cfg(feature = "cuda")]
 use ft_base::device_error;
 
+/// Oldest compute capability with code in ft, as major and minor: same as in build.rs.
+const OLDEST: (i32, i32) = (8, 0);
+
+/// Why ft does not run on a card of this compute capability; `None` if it does.
+pub fn too_old(card: &str, (major, minor): (i32, i32)) -> Option<String> {
+    let (oldest, and) = OLDEST;
+    ((major, minor) < OLDEST).then(|| {
+        format!(
+            "{card} has compute capability {major}.{minor}, and ft needs {oldest}.{and} or later (A100, RTX 3090 and \
+             later)"
+        )
+    })
+}
+
+/// Why ft runs on no CUDA device of this machine: all are [`too_old`], and this is the first. `None` without a device.
+pub fn all_too_old() -> Option<String> {
+    #[cfg(feature = "cuda")]
+    {
+        let why: Option<Vec<String>> = (0..count()).map(refuses).collect();
+        why?.into_iter().next()
+    }
+    #[cfg(not(feature = "cuda"))]
+    None
+}
+
+/// Why ft does not run on a device, which is not opened for it: see [`too_old`].
+#[cfg(feature = "cuda")]
+fn refuses(ordinal: usize) -> Option<String> {
+    use candle_core::cuda_backend::cudarc::driver::{result, sys::CUdevice_attribute as Attribute};
+    result::init().ok()?;
+    let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+    // SAFETY: the driver has returned this device.
+    let of = |what| unsafe { result::device::get_attribute(device, what) }.ok();
+    let major = of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let name = result::device::get_name(device).unwrap_or_default();
+    too_old(&format!("CUDA device {ordinal} ({name})"), (major, minor))
+}
+
 /// Opens a CUDA device.
 ///
 /// Configures the driver's memory pool to keep freed memory. With the default threshold of 0, every
@@ -17,12 +56,15 @@ use ft_base::device_error;
 /// events, an elementwise operation takes 14 driver calls instead of 4.
 ///
 /// # Errors
-/// Why no device is usable. For a missing library, the message names the command to install it.
+/// Why no device is usable: a card that is [`too_old`], a missing library with the command to install it.
 pub fn open(ordinal: usize) -> Result<Device, String> {
     #[cfg(feature = "cuda")]
     {
         libraries::load_driver()?;
         libraries::check_driver()?;
+        if let Some(why) = refuses(ordinal) {
+            return Err(why);
+        }
         libraries::load_cublas()?;
         let label = format!("CUDA device {ordinal}");
         device_error::opened(&label);
@@ -110,6 +152,12 @@ pub fn pool_bytes(device: &Device) -> Option<(u64, u64)> {
     None
 }
 
+/// Restarts the peak of [`pool_bytes`] at the bytes in use once the device has done its work; nothing on the CPU.
+pub fn reset_peak(device: &Device) {
+    #[cfg(feature = "cuda")]
+    let _ = device.synchronize().map(|()| pool::reset(device));
+}
+
 /// Most bytes that the memory pool has taken from the device, in use or kept for reuse; `None` for other devices.
 pub fn reserved_bytes(device: &Device) -> Option<u64> {
     #[cfg(feature = "cuda")]
@@ -152,12 +200,18 @@ mod pool {
         unsafe { result::device::get_default_mem_pool(ordinal) }.map_err(|e| format!("memory pool: {e}"))
     }
 
-    pub fn keep(device: &Device) -> Result<(), String> {
-        let mut threshold = u64::MAX;
-        let at = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    fn write(device: &Device, at: sys::CUmemPool_attribute, mut value: u64) -> Result<(), String> {
         // SAFETY: the attribute is a u64, and the pointer points to one.
-        unsafe { result::mem_pool::set_attribute(handle(device)?, at, (&raw mut threshold).cast::<c_void>()) }
+        unsafe { result::mem_pool::set_attribute(handle(device)?, at, (&raw mut value).cast::<c_void>()) }
             .map_err(|e| format!("memory pool: {e}"))
+    }
+
+    pub fn keep(device: &Device) -> Result<(), String> {
+        write(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
+    }
+
+    pub fn reset(device: &Device) -> Result<(), String> {
+        write(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
     }
 
     fn read(device: &Device, at: sys::CUmemPool_attribute) -> Option<u64> {
@@ -176,5 +230,17 @@ mod pool {
 
     pub fn reserved(device: &Device) -> Option<u64> {
         read(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::too_old;
+
+    #[test]
+    fn cards_before_the_oldest_are_refused() {
+        let why = too_old("Tesla T4", (7, 5)).unwrap_or_default();
+        assert!(why.starts_with("Tesla T4 has compute capability 7.5, and ft needs 8.0 or later"), "{why}");
+        assert_eq!([(8, 0), (8, 9), (12, 1)].map(|c| too_old("", c)), [None, None, None]);
     }
 }

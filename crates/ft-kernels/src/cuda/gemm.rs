@@ -1,7 +1,8 @@
 //! cuBLAS products missing in candle: accumulating, or on slices of wider matrices.
 //!
-//! Sums are f32 for all dtypes, so an f32 gradient accumulates bf16 products without rounding them to
-//! bf16.
+//! Products are added in f32 for all dtypes, so an f32 gradient accumulates bf16 products without rounding them to
+//! bf16. If cuBLAS splits the inner dimension, it may add the parts in the dtype of the result, as in PyTorch by
+//! default.
 
 use super::launch::at;
 use crate::tensor::row_stride;

@@ -55,8 +55,8 @@ macro_rules! functions {
 pub(crate) use functions;
 
 pub use device::{
-    count, cuda_memory, device_bytes, driver_version, enter, name, nccl_is_here, open, pool_bytes,
-    reserved_bytes,
+    all_too_old, count, cuda_memory, device_bytes, driver_version, enter, name, nccl_is_here, open,
+    pool_bytes, reserved_bytes, reset_peak, too_old,
 };
 
 /// On other platforms, the loader resolves the libraries at program start.

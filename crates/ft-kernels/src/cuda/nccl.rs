@@ -1,7 +1,7 @@
 //! NCCL: communication between the devices of ranks, on a stream separate from the compute stream.
 //!
 //! The library is loaded only for multi-device runs. NCCL only moves bytes; our own kernel
-//! (`kernel::sum`) adds values, in rank order. Communicators are non-blocking: the host polls their
+//! (`crate::sum`) adds values, in rank order. Communicators are non-blocking: the host polls their
 //! state, so any thread can abort after the loss of a rank.
 
 use super::launch::at;

@@ -3,6 +3,8 @@
 #pragma once
 #include "device.cuh"
 
+DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
 template <typename T, int V> DEVICE void get(const T *p, float (&out)[V]) {
   if constexpr (V == 1) out[0] = load(p);
   else if constexpr (V == VECTOR<T>) load_vector(p, out);

@@ -10,11 +10,11 @@
 //! dx = [dy | du] [W ; A]      dy with room on the right, W with room below
 //! ```
 //!
-//! `y` and `dx` are written and rounded once. The price: rows of `x` and `dy` have a larger stride; before
-//! each product u is copied next to x, and B and A next to and below a dense W (LoRA-rank values per row). A
-//! weight keeps no reference to an adapter. Linear modules with the same input use the same room in turn, so
-//! u is also stored separately for the backward pass; du is computed in place. A 4-bit matrix is dequantized
-//! into such a buffer; a dense matrix permanently resides in one.
+//! `y` and `dx` are written once. The price: rows of `x` and `dy` have a larger stride; before each product u is
+//! copied next to x, and B and A next to and below a dense W (LoRA-rank values per row). A weight keeps no
+//! reference to an adapter. Linear modules with the same input use the same room in turn, so u is also stored
+//! separately for the backward pass; du is computed in place. A 4-bit matrix is dequantized into such a buffer;
+//! a dense matrix permanently resides in one.
 //!
 //! On the CPU there is no room: products accumulate in cache, tile by tile.
 

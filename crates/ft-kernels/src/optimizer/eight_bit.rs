@@ -1,11 +1,12 @@
-//! AdamW with 8-bit moments: blocks of 256 values with one scale (absmax), and codes of a dynamic map
-//! (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022), as in bitsandbytes.
+//! AdamW with 8-bit moments: blocks of 256 values with one scale (absmax), and codes of [`dynamic_map`], as in
+//! bitsandbytes.
 //!
-//! The update equals [`super::adamw`] in f32, applied to the moments before re-quantization. Codes are
-//! rounded to nearest, as in the CUDA and PyTorch kernels of bitsandbytes; the CPU library of
-//! bitsandbytes uses a coarser lookup table.
+//! The update equals [`super::adamw`] in f32, applied to the moments before re-quantization. Codes are rounded to
+//! nearest, as in the PyTorch kernels of bitsandbytes. Its CUDA kernel gives negative values that round to zero the
+//! code below, and decays weights after the update; its CPU library uses a coarser lookup table.
 
 use crate::Tensor;
+use crate::quantized::dynamic_map;
 use candle_core::{Device, Result};
 use std::sync::LazyLock;
 
@@ -19,27 +20,8 @@ pub const ZERO: [u8; 2] = [127, 0];
 const CODES: usize = 256;
 
 /// Ascending code values of the first moment (signed) and the second moment (unsigned).
-pub(super) static MAPS: LazyLock<[[f32; CODES]; 2]> = LazyLock::new(|| [map(true), map(false)]);
-
-/// The dynamic map: seven decades up to 1, each with twice as many fractions between 0.1 and 1 as the
-/// decade below, plus 0 and 1.
-fn map(signed: bool) -> [f32; CODES] {
-    let mut values = vec![0.0, 1.0];
-    for decade in 0..7 {
-        let fractions = 1 << if signed { decade } else { decade + 1 };
-        for i in 0..fractions {
-            let x = (0.1 + 0.9 * (f64::from(i) + 0.5) / f64::from(fractions)) * 10f64.powi(decade - 6);
-            values.push(x as f32);
-            if signed {
-                values.push(-x as f32);
-            }
-        }
-    }
-    values.sort_by(f32::total_cmp);
-    let mut map = [0.0; CODES];
-    map.iter_mut().zip(values).for_each(|(m, v)| *m = v);
-    map
-}
+pub(super) static MAPS: LazyLock<[[f32; CODES]; 2]> =
+    LazyLock::new(|| [dynamic_map(true), dynamic_map(false)]);
 
 /// Both maps [2, 256], for the kernels.
 ///
@@ -111,21 +93,6 @@ mod tests {
         let (codes, scales) = ([codes()?, codes()?], [scales()?, scales()?]);
         Ok(EightBit { codes, scales, maps: maps(device)? })
     }
-
-    /// Matches `create_dynamic_map` of bitsandbytes 0.50.2 at codes 0, 1, 127, 128, 200, 254, 255.
-    #[test]
-    fn maps_are_those_of_bitsandbytes() {
-        for (map, want) in MAPS.iter().zip(BITSANDBYTES) {
-            for (at, want) in [0, 1, 127, 128, 200, 254, 255].into_iter().zip(want) {
-                assert!((map[at] - want).abs() <= 2e-7 * want.abs(), "{at}: {} {want}", map[at]);
-            }
-            assert!(map.windows(2).all(|w| w[0] < w[1]));
-        }
-    }
-    const BITSANDBYTES: [[f32; 7]; 2] = [
-        [-0.992_968_74, -0.978_906_3, 0.0, 5.500_000_4e-7, 0.233_593_75, 0.992_968_74, 1.0],
-        [0.0, 3.250_000_3e-7, 0.103_515_625, 0.110_546_87, 0.616_796_85, 0.996_484_4, 1.0],
-    ];
 
     /// Each value maps to the nearest code of its block, and the scale is the largest magnitude.
     #[test]

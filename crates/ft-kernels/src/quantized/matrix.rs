@@ -6,6 +6,11 @@ use crate::tensor::Ghost;
 use candle_core::{DType, Device, Result};
 use std::sync::Arc;
 
+/// Fewest values of a quantization block.
+const SMALLEST: usize = 32;
+/// Values of a matrix from which on the indices of such blocks overflow 32 bits.
+const TOO_MANY: usize = SMALLEST << 32;
+
 /// The 16 code values, shared by all matrices of a model.
 #[derive(Debug)]
 pub struct Codebook {
@@ -20,6 +25,35 @@ impl Codebook {
         let pairs: Vec<f32> = (0..256usize).flat_map(|b| [code[b >> 4], code[b & 15]]).collect();
         Ok(Self { code, pairs: Tensor::from_vec(pairs, (256, 2), device)? })
     }
+}
+
+/// The 256 ascending values of bitsandbytes' dynamic map, equal to the bit: seven decades up to 1, each with twice as
+/// many values as the decade below, plus 0 and 1. Those of a `signed` map have either sign; others are twice as many
+/// (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
+pub fn dynamic_map(signed: bool) -> [f32; 256] {
+    let mut map = vec![0.0, 1.0];
+    for i in 0..7 {
+        let intervals = if signed { 1usize << i } else { 2 << i };
+        let scale = 10f64.powi(i - 6) as f32;
+        // torch.linspace(0.1, 1, intervals + 1) counts from the nearer end and rounds once.
+        let step = (1.0f32 - 0.1f32) / intervals as f32;
+        let at = |k: usize| {
+            if k < intervals.div_ceil(2) {
+                step.mul_add(k as f32, 0.1)
+            } else {
+                (-step).mul_add((intervals - k) as f32, 1.0)
+            }
+        };
+        for k in 0..intervals {
+            let mean = scale * ((at(k) + at(k + 1)) / 2.0);
+            map.push(mean);
+            if signed {
+                map.push(-mean);
+            }
+        }
+    }
+    map.sort_by(f32::total_cmp);
+    std::array::from_fn(|i| map[i])
 }
 
 /// Scales of the quantization blocks: tensors, or their values on the CPU.
@@ -62,7 +96,7 @@ impl QuantizedMatrix {
     /// Assembles a matrix from its parts, on their device.
     ///
     /// # Errors
-    /// Part sizes don't match (caller bug: file contents are validated earlier).
+    /// Part sizes don't match, or blocks without a kernel: file contents are validated earlier.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         (rows, cols): (usize, usize),
@@ -84,7 +118,8 @@ impl QuantizedMatrix {
                     && absmax.elem_count() == blocks.div_ceil(*group)
             }
         };
-        if block < 2 || !block.is_multiple_of(2) || packed.elem_count() != n.div_ceil(2) || !scales_fit {
+        let is_known = block >= SMALLEST && block.is_power_of_two() && n < TOO_MANY;
+        if !is_known || packed.elem_count() != n.div_ceil(2) || !scales_fit {
             candle_core::bail!("4-bit blocks: parts that are not of a matrix {rows} x {cols}, block {block}");
         }
         Ok(Self { rows, cols, block, packed, scales, book, source, compute })

@@ -45,11 +45,7 @@ impl On<'_> {
     /// Whether operations composed on CUDA use CPU kernels here: on the CPU, except within `check::composed`,
     /// with which tests exercise the compositions.
     pub fn is_native(self) -> bool {
-        #[cfg(test)]
-        if crate::check::is_composed() {
-            return false;
-        }
-        self.is_cpu()
+        self.is_cpu() && !crate::check::is_composed()
     }
 }
 

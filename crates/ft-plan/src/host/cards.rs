@@ -9,25 +9,21 @@ pub struct Datasheet {
     pub warp_groups: bool,
 }
 
-const fn sheet(products: f64, memory: f64) -> Option<Datasheet> {
-    Some(Datasheet { products, memory, warp_groups: false })
+const fn sheet(products: f64, memory: f64) -> Datasheet {
+    Datasheet { products, memory, warp_groups: false }
 }
 
-const fn hopper(products: f64, memory: f64) -> Option<Datasheet> {
-    Some(Datasheet { products, memory, warp_groups: true })
+const fn hopper(products: f64, memory: f64) -> Datasheet {
+    Datasheet { products, memory, warp_groups: true }
 }
 
-/// Name, memory in MiB as the driver reports it to programs, by PyTorch's messages on such cards, and rates. Cards
-/// without bf16 have none.
-const CARDS: &[(&str, u64, Option<Datasheet>)] = &[
-    ("T4", 14_909, None),
-    ("V100-16", 16_150, None),
+/// Name, memory in MiB as the driver reports it to programs, by PyTorch's messages on such cards, and rates.
+const CARDS: &[(&str, u64, Datasheet)] = &[
     ("L4", 22_559, sheet(121.0, 0.300)),
     ("A10", 22_600, sheet(125.0, 0.600)),
     ("4090", 24_084, sheet(165.2, 1.008)),
     ("3090", 24_135, sheet(71.0, 0.936)),
     ("5090", 32_113, sheet(209.5, 1.792)),
-    ("V100-32", 32_490, None),
     ("A100-40", 40_335, sheet(312.0, 1.555)),
     ("L40S", 45_455, sheet(362.0, 0.864)),
     ("A6000", 48_537, sheet(154.8, 0.768)),
@@ -36,6 +32,10 @@ const CARDS: &[(&str, u64, Option<Datasheet>)] = &[
     ("H200", 143_155, hopper(989.0, 4.800)),
     ("B200", 182_630, hopper(2250.0, 8.000)),
 ];
+
+/// Cards for which ft has no code, by a word of their names, and their compute capabilities.
+const TOO_OLD: [(&str, (i32, i32)); 4] =
+    [("p100", (6, 0)), ("v100", (7, 0)), ("t4", (7, 5)), ("2080", (7, 5))];
 
 /// Memory of a program's context on a card, in MiB.
 const CONTEXT: u64 = 512;
@@ -56,20 +56,25 @@ pub fn card(name: &str) -> Option<(&'static str, u64)> {
     Some((name, ((mib - CONTEXT) << 20) / 20 * 19))
 }
 
-/// A card with known rates, by the driver's name for it ("NVIDIA A100-SXM4-80GB"). Cards of laptops and parts of a card
+/// Why ft does not run on a card of this name: see [`ft_kernels::cuda::too_old`].
+pub fn card_too_old(name: &str) -> Option<String> {
+    let there = words(name);
+    let (_, capability) = TOO_OLD.iter().find(|(old, _)| there.iter().any(|w| w == old))?;
+    ft_kernels::cuda::too_old(name, *capability)
+}
+
+/// A card by the driver's name for it ("NVIDIA A100-SXM4-80GB"). Cards of laptops and parts of a card
 /// are different cards.
 pub fn of_driver(name: &str) -> Option<&'static str> {
     let there = words(name);
     let has = |w: &str| there.iter().any(|t| t == w);
-    let (name, ..) = CARDS.iter().find(|(name, _, sheet)| {
-        sheet.is_some() && words(name).iter().all(|w| has(w)) && !has("laptop") && !has("mig")
-    })?;
-    Some(name)
+    let is = |name: &str| words(name).iter().all(|w| has(w)) && !has("laptop") && !has("mig");
+    CARDS.iter().map(|(name, ..)| *name).find(|name| is(name))
 }
 
 /// Rates of a card, by its name in the table.
 pub fn datasheet_of(name: &str) -> Option<Datasheet> {
-    CARDS.iter().find(|(n, ..)| *n == name)?.2
+    CARDS.iter().find(|(n, ..)| *n == name).map(|(.., sheet)| *sheet)
 }
 
 /// Whether a card of the table has no products of 8-bit floats, which need compute capability 8.9.
@@ -99,6 +104,13 @@ mod tests {
         assert!((20 << 30..23 << 30).contains(&of("3090").1));
         assert_eq!((card("A100"), card("48GB"), card("")), (None, None, None));
         assert!(CARDS.is_sorted_by(|a, b| a.1 < b.1));
+        for old in ["T4", "V100-32", "NVIDIA GeForce RTX 2080 Ti"] {
+            assert!(
+                card_too_old(old).is_some_and(|why| why.starts_with(old)) && card(old).is_none(),
+                "{old}"
+            );
+        }
+        assert!(CARDS.iter().all(|(name, ..)| card_too_old(name).is_none()));
     }
 
     #[test]

@@ -13,6 +13,6 @@ pub use budget::{beside_device, budget};
 pub use capacity::Capacity;
 #[cfg(test)]
 pub use capacity::Volume;
-pub use cards::{Datasheet, card, card_names, datasheet_of, lacks_fp8, of_driver};
+pub use cards::{Datasheet, card, card_names, card_too_old, datasheet_of, lacks_fp8, of_driver};
 pub use parts::sum;
 pub use plan::HostPlan;

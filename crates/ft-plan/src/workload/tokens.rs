@@ -24,7 +24,7 @@ pub struct Tokens {
 impl Tokens {
     /// For concatenated documents with `targets` targets.
     pub fn of(docs: &[usize], targets: usize) -> Self {
-        let Attended { keys, longest, reach } = Attended::of(docs);
+        let Attended { keys, longest, reach } = Attended::of_last(docs, 0);
         let (tokens, targets) = (keys as u64, targets as u64);
         Self { tokens, targets, weighted: false, kept: 0, longest: longest as u64, reach: reach as u64 }
     }

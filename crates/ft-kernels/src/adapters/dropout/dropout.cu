@@ -1,4 +1,4 @@
-// Dropout with the counter-based generator of src/rng.rs, drawn on the fly without a stored mask. The
+// Dropout with the counter-based generator of crates/ft-base/src/rng.rs, drawn on the fly without a stored mask. The
 // decision for element (r, c) depends only on the number row * all + from + c; rows count from `first`, or are
 // listed. One block per row, with parts of a row in grid dimension y. `apart` is the row stride of x.
 #include "stream.cuh"

@@ -1,8 +1,8 @@
-// Counter-based generator of src/rng.rs for dropout.
+// Counter-based generator of crates/ft-base/src/rng.rs for dropout.
 #pragma once
 #include "../../cuda/rows.cuh"
 
-// A stream, defined in src/rng.rs. An element is kept if the upper 24 bits of its
+// A stream, defined in crates/ft-base/src/rng.rs. An element is kept if the upper 24 bits of its
 // word are at least `threshold`.
 struct Stream {
   uint32_t key0, key1, high0, high1, threshold;

@@ -52,6 +52,7 @@ mod tests {
         assert_eq!(bits(&got)?, want);
         let back = to_dtype(&got, DType::F32)?.to_vec1::<f32>()?;
         assert!(back.iter().zip(&want).all(|(x, b)| x.to_bits() == u32::from(*b) << 16));
+        assert_eq!(cpu::to_dtype(&got, DType::F16)?.dtype(), DType::F16);
         Ok(())
     }
 }

@@ -19,8 +19,6 @@ DEVICE Tile tile_of(const uint32_t *tiles, uint32_t tokens) {
   return {first, tokens - first < ROWS ? tokens - first : ROWS, 0, tokens};
 }
 
-DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 // The taps of a channel by distance, and the inputs before a tile.
 template <typename T> struct Window {
   float w[TAPS], x[TAPS];

@@ -173,7 +173,7 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
         return Ok(o);
     }
     let (values, whole) = (Values::<T>::of(x)?, [t]);
-    // those of the row, or the one that the state continues
+    // documents of the row, or the single document of the state
     let docs: &[usize] = if state.is_some() { &whole } else { &seqs.docs };
     let tasks = tasks(docs, heads);
     let mut o = vec![T::zero(); t * heads.value_width()];

@@ -37,7 +37,6 @@ template <typename T> constexpr uint32_t WIDE = MOST + VECTOR<T>;
 template <typename T> constexpr uint32_t NARROW = SLICE + VECTOR<T>;
 
 DEVICE uint32_t eights(uint32_t n) { return (n + 7) / 8 * 8; }
-DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 struct Heads {

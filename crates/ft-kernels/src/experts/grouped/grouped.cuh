@@ -1,5 +1,5 @@
 // Grouped GEMMs: rows sorted by expert times the experts' own matrices, all experts of a layer in one
-// launch. A tile schedule on the device (group.cu) drives the launch; the host supplies a table of
+// launch. A tile schedule on the device (dispatch.cu) drives the launch; the host supplies a table of
 // experts, built once.
 //
 // Axes: n rows sorted by expert; o and i, the dimensions of an expert's matrix W [o, i]; r, the LoRA rank

@@ -8,8 +8,6 @@
 
 constexpr int THREADS = 256; // same as in crates/ft-kernels/src/layers/swiglu/cuda.rs
 
-DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 // Same as in crates/ft-kernels/src/layers/swiglu/activation.rs.
 struct Activation {
   uint32_t kind; // 0 silu, 1 gelu by tanh, 2 clamped, 3 sigmoid

@@ -7,7 +7,7 @@
 use super::WORKSPACE;
 use crate::cuda::staging::Each;
 use crate::cuda::{cublas_lt, functions};
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+use candle_core::cuda_backend::cudarc::cublas::sys::cublasStatus_t as Status;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Error, Result};
 use std::collections::HashMap;
@@ -42,7 +42,6 @@ const MOST_WORKSPACE: c_int = 1;
 const ALIGNMENTS: [c_int; 4] = [5, 6, 7, 8];
 
 type Handle = *mut c_void;
-type Status = c_int;
 
 /// cublasLtMatmulAlgo_t.
 #[repr(C)]
@@ -51,7 +50,7 @@ struct Algorithm([u64; 8]);
 
 /// cublasLtMatmulHeuristicResult_t.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Found {
     algorithm: Algorithm,
     workspace: usize,
@@ -114,19 +113,16 @@ fn api() -> std::result::Result<&'static Api, String> {
     static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
     let load = || {
         let addresses = cublas_lt(Api::SYMBOLS)?;
-        // SAFETY: cuBLASLt's functions of these names have signatures that have not changed since CUDA 11.
+        // SAFETY: cuBLASLt's functions of these names have signatures that have not changed since CUDA 11, and return
+        // cuBLAS' statuses.
         Ok(unsafe { Api::at(addresses) })
     };
     API.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
+/// The words of an error are those that `DeviceError` reads.
 fn done(what: &str, status: Status) -> Result<()> {
-    match status {
-        0 => Ok(()),
-        // the words by which running out of memory is recognized
-        3 => Err(Error::msg(format!("cuBLASLt, {what}: CUBLAS_STATUS_ALLOC_FAILED"))),
-        other => Err(Error::msg(format!("cuBLASLt, {what}: status {other}"))),
-    }
+    status.result().map_err(|e| Error::msg(format!("cuBLASLt, {what}: {e}")))
 }
 
 /// An object of the library, freed on drop.
@@ -199,12 +195,7 @@ fn of(device: &CudaDevice) -> Result<Arc<Library>> {
 
 /// Compute capability of a device, as major and minor.
 fn capability(device: &CudaDevice) -> Result<(c_int, c_int)> {
-    let context = device.cuda_stream();
-    let of = |what| context.context().attribute(what).w();
-    Ok((
-        of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-        of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-    ))
+    device.cuda_stream().context().compute_capability().w()
 }
 
 /// Checks the compute capability of a device, and loads the library.
@@ -299,7 +290,14 @@ impl Library {
         for (what, bytes) in ALIGNMENTS.into_iter().zip([256u32, 256, s.aligned, s.aligned]) {
             set(what, (&raw const bytes).cast(), size_of::<u32>())?;
         }
-        let (mut found, mut count) = (Found::default(), 0);
+        let mut count = 0;
+        let mut found = Found {
+            algorithm: Algorithm::default(),
+            workspace: 0,
+            status: Status::CUBLAS_STATUS_SUCCESS,
+            waves: 0.0,
+            reserved: [0; 4],
+        };
         // SAFETY: all objects are alive; there is room for one result.
         let status = unsafe {
             (self.api.find)(
@@ -361,4 +359,25 @@ pub unsafe fn product(device: &CudaDevice, s: Shape, at: Places) -> Result<()> {
         )
     };
     done("a product", status)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_base::device_error::DeviceError;
+
+    #[test]
+    fn a_failed_product_is_an_error_of_the_device() {
+        for (status, meaning) in [
+            (Status::CUBLAS_STATUS_EXECUTION_FAILED, "a kernel failed on the device"),
+            (Status::CUBLAS_STATUS_ALLOC_FAILED, "out of memory"),
+        ] {
+            let e = done("a product", status).expect_err("a failure").to_string();
+            let read = DeviceError::parse(&e).expect("a code").to_string();
+            assert!(
+                read.contains(meaning) && read.contains("(cuBLASLt, a product: CUBLAS_STATUS_"),
+                "{read}"
+            );
+        }
+    }
 }
