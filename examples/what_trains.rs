@@ -12,7 +12,7 @@ fn main() -> anyhow::Result<()> {
     for (what, rules) in [
         ("LoRA of rank 16 on attention", "modules = [\"attention\"]\nrank = 16"),
         (
-            "LoRA of rank 16 on all linears of the upper half",
+            "LoRA of rank 16 on all linears of the last three layers",
             "modules = [\"attention\", \"mlp\"]\nlayers = \"-3:\"\nrank = 16",
         ),
         ("norms in full", "modules = [\"norms\"]\nmethod = \"full\""),

@@ -27,7 +27,15 @@
 //! }
 //! ```
 //!
-//! A program watches a run, and may end it, with [`Run::observe`].
+//! A program watches a run, and may end it, with [`Run::observe`]. [`Session::logits`] returns a tensor of
+//! `candle_core`, in the version of this crate's Cargo.toml. Examples, for `cargo run --release --example NAME`:
+//!
+//! | name | purpose |
+//! |---|---|
+//! | `run_a_recipe` | a whole run |
+//! | `watch_a_run` | a run that ends at an evaluation loss |
+//! | `train_in_code` | a recipe in the program, step by step |
+//! | `what_trains` | the parameters selected by rules, without weights |
 //!
 //! A program that wants plans and measured memory compared installs the counting allocator of `ft-base`, as
 //! `src/main.rs` does.
@@ -35,6 +43,7 @@
 //! CONTRIBUTING.md says how a step runs, has the map of the crates, and says how to add a model family, a dataset
 //! format, a kernel or a key.
 
+#![forbid(unsafe_code)]
 #![cfg_attr(
     test,
     allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
@@ -67,10 +76,11 @@ pub use ft_recipe as recipe;
 pub use ft_base::{Error, Location, Result};
 pub use ft_engine::adapters::Selection;
 pub use ft_engine::model::Config;
+pub use ft_plan::Plan;
 pub use ft_recipe::Recipe;
 pub use log::Event;
 pub use train::session::{Run, Session};
-pub use train::{Options, Outcome, StepOutput};
+pub use train::{Outcome, StepOutput};
 
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]

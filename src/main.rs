@@ -1,5 +1,7 @@
 //! The `ft` binary: parse, run, print the error, exit code.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 
 /// Counts the engine's allocations, so that a run can compare them with its plan.

@@ -41,7 +41,6 @@ use std::io::Write as _;
 use std::process::ExitCode;
 use train::{bench, eval, logits, report, routes, run};
 
-/// Fine-tune large language models from a recipe file.
 #[derive(Debug, Parser)]
 #[command(name = "ft", version = version::VERSION, long_version = version::long(), about)]
 struct Cli {

@@ -48,8 +48,8 @@ use tokio::sync::{Semaphore, mpsc};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint),
-    /// or a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it is
-    /// written; before the first, the model as it was
+    /// or a hub id. For a run in progress: its newest checkpoint, replaced when a newer one is written; before the
+    /// first, the model before training
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -67,8 +67,7 @@ pub struct Args {
     /// Name of the model in the API; by default the adapter or the model as given here
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     name: Option<String>,
-    /// Most tokens of a reply, also of a request that names no number. Without this option a request gets the
-    /// number that it names, or 1024
+    /// Limit of tokens per reply. Without this option: the request's own limit, else 1024
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_tokens: Option<usize>,
     /// Of a run: stay on what it has when the server starts

@@ -181,6 +181,29 @@ fn verbs_in_the_pages_exist() {
     }
 }
 
+/// CONTRIBUTING.md: `unsafe` is in two crates; all others forbid it.
+#[test]
+fn all_crates_but_two_forbid_unsafe_code() {
+    let root = repository();
+    let crates = std::fs::read_dir(root.join("crates")).expect("a folder").flatten().map(|e| e.path());
+    let others = crates.filter(|c| !c.ends_with("ft-base") && !c.ends_with("ft-kernels"));
+    let files =
+        others.map(|c| c.join("src/lib.rs")).chain(["src/lib.rs", "src/main.rs"].map(|f| root.join(f)));
+    for file in files {
+        let text = std::fs::read_to_string(&file).expect("text");
+        assert!(text.contains("#![forbid(unsafe_code)]"), "{}", file.display());
+    }
+}
+
+/// Installations take the dependencies of Cargo.lock, as `.ci/install` does.
+#[test]
+fn pages_install_the_locked_dependencies() {
+    for (text, name) in pages() {
+        let mut installs = text.split("cargo install ").skip(1);
+        assert!(installs.all(|rest| rest.starts_with("--locked ")), "{name}: cargo install without --locked");
+    }
+}
+
 /// Links between the pages lead to files.
 #[test]
 fn links_of_the_pages_lead_to_files() {

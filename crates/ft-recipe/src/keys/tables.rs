@@ -121,10 +121,10 @@ table! {
         rslora: bool = Bool, Toml("false");
         /// Weight-decomposed: a trained magnitude for each output row.
         dora: bool = Bool, Toml("false");
-        /// "default" (A Kaiming-uniform, B zero); "pissa" or "olora" (A and B begin as the largest singular values of
-        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter
-        /// of twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a
-        /// PEFT adapter to go on from.
+        /// "default": A Kaiming-uniform, B zero. "pissa": the update begins as the truncated SVD of the weight;
+        /// "olora": as the leading part of its QR decomposition. Both are subtracted from the base; the saved adapter
+        /// has twice the rank and fits the unchanged base. "loftq": the update begins as the truncated SVD of the error
+        /// of model.quantize. Else the path or hub id of a PEFT adapter to continue from.
         init: Init = Text, Toml("\"default\"");
     }
 }
@@ -132,9 +132,9 @@ table! {
 table! {
     /// One `[[train]]` rule.
     pub struct Rule {
-        /// Groups (attention, mlp, experts, router, norms, recurrence, sinks, per_layer, embedding, head), last
-        /// components of module names (q_proj, w1, gate), or "/regex/" that must match a whole module name; or
-        /// new_tokens.
+        /// Groups (attention, mlp, experts, router, norms, recurrence, per_layer, sinks, router_scales, embedding,
+        /// head), last components of module names (q_proj, w1, gate), or "/regex/" that must match a whole module name;
+        /// or new_tokens.
         modules: Vec<String> = Modules, Required;
         /// With modules = ["new_tokens"], the tokens with trained rows, by text or number. They train alone,
         /// from their values in the model, and become PEFT's trainable_token_indices. A text that the tokenizer
@@ -224,7 +224,7 @@ table! {
 table! {
     /// `[data]`
     pub struct Data {
-        /// Training data, one table a source.
+        /// Training data, one table a source; at least one.
         train: Vec<Source> = Tables(Source::KEYS), Required;
         /// Evaluation data, one table a source.
         eval: Vec<Source> = Tables(Source::KEYS), Toml("[]");
@@ -324,7 +324,7 @@ table! {
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.
         keep: usize = Int(1, COUNT), Toml("2");
-        /// Whether the checkpoint of the best evaluation is kept too, and the result is its.
+        /// Keep the checkpoint of the best evaluation too, and write the result from it.
         keep_best: bool = Bool, Toml("false");
         /// What makes an evaluation the best one.
         best: Best = Word(Best::WORDS), Toml("\"loss\"");
@@ -344,7 +344,8 @@ table! {
         name: OptimizerName = Word(OptimizerName::WORDS), Toml("\"adamw\"");
         /// Peak learning rate; a rule's lr_scale multiplies it.
         lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for what trains by LoRA, 1e-5 for what trains in full");
-        /// Factor on the learning rate of LoRA's B (LoRA+): 16 is usual there, with a lower lr.
+        /// Factor on the learning rate of LoRA's B and magnitudes, embeddings apart (LoRA+): 16 is usual there, with a
+        /// lower lr.
         lr_scale_b: f64 = Number(Bound::Positive), Toml("1.0");
         /// Decay rates of the two moments.
         betas: [f64; 2] = Betas, Toml("[0.9, 0.999]");
@@ -402,9 +403,9 @@ table! {
         /// Hopper, Blackwell). Adapters, experts, the head, what trains in full, and weights of sizes that are no
         /// multiples of 16 stay in bf16. Losses change; ft bench shows the error.
         products: Products = Word(Products::WORDS), Toml("\"dtype\"");
-        /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the
-        /// plan moves inputs of layers that are computed again there if that saves a hundredth of a step or nothing
-        /// fits without, into at most half of the host's memory that is left. [] is nothing at all.
+        /// Tensors in host memory. Without the key: none on the CPU; on CUDA with memory.recompute = "auto" the plan
+        /// may keep inputs of recomputed layers there, in at most half of the free host memory, if the run does not fit
+        /// otherwise or a step gets 1% shorter. [] forbids it.
         offload: Option<Vec<Offload>> = Words(Offload::WORDS), Absent("nothing, or what the plan moves there");
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
@@ -440,7 +441,7 @@ table! {
         /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES
         /// and NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a
         /// launcher.
-        local: Option<usize> = RANKS, Absent("none on one machine: ranks are threads; on several ranks / NNODES");
+        local: Option<usize> = RANKS, Absent("threads on one machine; on several, ranks / NNODES");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
         /// Seconds that a collective may take; processes wait for one another at the start for a minute at least.
@@ -451,8 +452,9 @@ table! {
 table! {
     /// `[generate]`
     pub struct Generate {
-        /// Samples of the evaluation data that the model answers at each evaluation, the first ones: it is asked what
-        /// stands before the last supervised tokens, and scored by exact match and ROUGE-L against these. 0 is off.
+        /// Number of evaluation samples, from the first, that the model answers at each evaluation. The prompt is all
+        /// text before the last supervised tokens; these are the expected answer, for exact match and ROUGE-L. 0 is
+        /// off.
         samples: usize = Int(0, 1_000_000_000), Toml("0");
         /// Tokens of an answer at the most.
         max_new_tokens: usize = Int(1, 1_000_000), Toml("256");
