@@ -31,7 +31,7 @@ const FILES: &[(&str, &[u8])] = files![
 ];
 
 /// Writes the model and the rows of a shipped recipe to the current folder. Existing files are kept. Warns of rows that
-/// other commands make. A plan needs no `rows`.
+/// other commands make, and of the quickstart's rows for another model. A plan needs no `rows`.
 ///
 /// # Errors
 /// The folder cannot be written.
@@ -50,6 +50,10 @@ pub(super) fn provide(named: &Path, recipe: &Recipe, rows: bool) -> ft_base::Res
     written.dedup();
     if !written.is_empty() {
         tell(&format!("written here from the binary: {}", written.join(", ")));
+    }
+    let ships = |source: &str| FILES.iter().any(|(path, _)| Path::new(path).starts_with(source));
+    if !ships(&recipe.model.source) && wanted[1..].iter().any(|source| ships(source)) {
+        warn("data.train has sample rows, those of the quickstart\n  hint: data.train.0.source=your.jsonl");
     }
     let made = |path: &&&str| path.starts_with("runs/") && shipped.text.contains(**path);
     if let Some(absent) = wanted.iter().filter(made).find(|path| !Path::new(path).exists()) {

@@ -89,6 +89,8 @@ fn older_cards_and_the_cpu_are_refused() {
         }
     };
     fails(&on(&w, "80", &[FP8]), &["compute capability 8.0"]);
+    let mut check = w.command(&["check", "r.toml", "run.device=cuda", FP8]);
+    fails(&ran(check.env("EMU_ARCH", "80").output().expect("started")), &["compute capability 8.0"]);
     fails(&on(&w, "90", &[FP8, "model.dtype=f16"]), &["model.dtype"]);
     let cpu = ["run", "r.toml", "run.device=cpu", FP8];
     fails(&ran(w.command(&cpu).output().expect("started")), &["CPU"]);

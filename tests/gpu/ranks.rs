@@ -51,6 +51,38 @@ fn processes(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> 
     ends(w, name)
 }
 
+#[test]
+fn more_ranks_than_devices_are_refused() {
+    if !devices(1) {
+        return;
+    }
+    let w = split::world(FULL);
+    let many = ["run.device=cuda", "parallel.data=64", "run.batch_rows=64"];
+    for verb in ["check", "run"] {
+        for local in [&[][..], &["parallel.local=64"]] {
+            let says = "64 ranks of this machine have a device each, and there ";
+            split::refused(&w, verb, &[&many[..], local].concat(), says);
+        }
+    }
+}
+
+/// The launcher tells the devices of a machine.
+#[test]
+fn a_layout_is_chosen_for_the_devices_of_a_machine() {
+    if !devices(2) {
+        return;
+    }
+    let w = split::world(FULL);
+    let set = ["run", "r.toml", "run.device=cuda", "parallel=auto", "run.output=auto", SHORT];
+    let of_machine = |_: usize| vec![("LOCAL_WORLD_SIZE", "1")];
+    for (rank, r) in
+        all(split::launch_at(&w, &split::rendezvous(), (&[0, 1], 2), &set, &of_machine)).iter().enumerate()
+    {
+        assert_eq!(r.code, 0, "{}", r.err);
+        assert!(rank > 0 || r.err.contains("; between machines of 1: "), "{}", r.err);
+    }
+}
+
 /// Three steps.
 const SHORT: &str = "run.epochs=0.3";
 

@@ -84,6 +84,13 @@ fn each_copy_takes_up_the_checkpoints_of_a_run_beside_it() {
         "{}",
         taken.err
     );
+    let many = cuda::count();
+    let all = [format!("parallel.data={many}"), format!("run.batch_rows={many}"), "run.micro_rows=1".into()];
+    let all = all.each_ref().map(String::as_str);
+    let taken =
+        w.ft(&[&["check", "q.toml", "run.device=cuda", "serve.devices=['cuda:0']"][..], &all].concat());
+    let hint = "hint: serve.devices=[\"cpu\"], or ranks on fewer devices";
+    assert!(taken.code == 2 && taken.err.contains(hint), "{}", taken.err);
     let mut run = w.start(&[&["run", "q.toml"], &set[..], &serve].concat());
     let event = until("server", || w.events("o", "serving").into_iter().next());
     let address = event["address"].as_str().expect("an address");

@@ -20,6 +20,7 @@
 //! `forward` and `backward` on ghosts ([`ft_kernels::tensor`]). Tests compare plans with real runs: on
 //! the CPU the measured peak is within 1% of the plan.
 
+#![forbid(unsafe_code)]
 #![cfg_attr(
     test,
     allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
@@ -44,7 +45,7 @@ mod tests;
 
 pub use error::Error;
 pub use ft_kernels::Machine;
-pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names};
+pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names, card_too_old};
 pub use inference::{InferenceMemory, InferenceModel, Server};
 pub use layouts::{Candidate, Devices, Layout, Layouts, Limit, Rates, Step, layouts_of_recipe, predict};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};

@@ -10,6 +10,7 @@ use crate::workload::Workloads;
 use ft_engine::adapters::{self, PeftConfig, Selection, Trained, initial};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
+use ft_engine::model::modules::Module;
 use ft_engine::model::units::partition;
 use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
@@ -19,7 +20,7 @@ use ft_engine::ranks::Mesh;
 use ft_hub::Settings;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
-use ft_recipe::{Products, Quantize, Recipe, Weights};
+use ft_recipe::{LoraSpec, Products, Quantize, Recipe, Weights};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -46,10 +47,7 @@ impl Resolved {
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
         check_stages(recipe, &config)?;
-        let config = match recipe.model.weights {
-            Weights::Random => with_head(recipe, config)?.of_random_weights(),
-            Weights::Load => with_head(recipe, config)?,
-        };
+        let config = of_task(recipe, config)?;
         let selection = select(&config)?;
         Ok(Self { config, selection })
     }
@@ -58,7 +56,8 @@ impl Resolved {
     /// `host` is the host memory of the machine, if known.
     ///
     /// # Errors
-    /// Inconsistent sizes of the model.
+    /// As [`check_products`]; ranks that split the tokens of a row, with dropout in adapters of experts on CUDA;
+    /// inconsistent sizes of the model.
     pub fn inputs<'a>(
         recipe: &'a Recipe,
         (config, selection): (&'a Config, &'a Selection),
@@ -68,6 +67,7 @@ impl Resolved {
     ) -> ft_base::Result<Inputs<'a>> {
         let machine = stored(machine(recipe, target), recipe, config, dir);
         check_products(recipe, selection, machine)?;
+        split_dropout(recipe, selection, machine.cuda).map_or(Ok(()), |key| Err(key.error(recipe)))?;
         let server = Server::of(recipe, config, selection, machine.stored)?.map_or(0, |s| s.on_host);
         let workload = workloads.of(recipe, recipe.run.micro_rows.count());
         Ok(Inputs {
@@ -91,15 +91,12 @@ impl Resolved {
 /// or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     match unsuited(recipe, config) {
-        Some(Unsuited { key, value, why, hint }) => {
-            let (place, value) = (recipe.place(key), value.map_or(String::new(), |v| format!(" = {v}")));
-            Err(Error::Ignored(format!("{place}: {key}{value}: {why}\n  hint: {hint}")))
-        }
+        Some(key) => Err(key.error(recipe)),
         None => check_tensor(recipe, config),
     }
 }
 
-/// A key that a model does not allow.
+/// A key that a model does not allow, or its selection.
 pub(crate) struct Unsuited {
     key: &'static str,
     /// Its value, if messages show it.
@@ -113,6 +110,29 @@ impl Unsuited {
     pub fn reason(&self) -> String {
         format!("{}: {}", self.key, self.why)
     }
+
+    fn error(self, recipe: &Recipe) -> Error {
+        let Self { key, value, why, hint } = self;
+        let (place, value) = (recipe.place(key), value.map_or(String::new(), |v| format!(" = {v}")));
+        Error::Ignored(format!("{place}: {key}{value}: {why}\n  hint: {hint}"))
+    }
+}
+
+/// Ranks that split the tokens of a row, with dropout in adapters of experts, on CUDA.
+pub(crate) fn split_dropout(recipe: &Recipe, selection: &Selection, cuda: bool) -> Option<Unsuited> {
+    let p = &recipe.parallel;
+    let over = [
+        ("parallel.context", p.context, "parallel.context=1, or lora.dropout=0"),
+        ("parallel.tensor", p.tensor, "parallel.tensor=1, or lora.dropout=0"),
+    ];
+    let (key, ranks, hint) = over.into_iter().find(|(_, ranks, _)| cuda && *ranks > 1)?;
+    let drops = |(m, spec): (&Module, &LoraSpec)| m.expert.is_some() && spec.dropout > 0.0;
+    selection.loras().any(drops).then(|| Unsuited {
+        key,
+        value: Some(ranks.to_string()),
+        why: "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row".into(),
+        hint,
+    })
 }
 
 /// The first key that the model does not allow.
@@ -309,11 +329,20 @@ pub fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }))
 }
 
-/// The config with the head of the recipe's task.
+/// The config as a recipe trains it: with the head of its task, and without the format of weights that are not read.
 ///
 /// # Errors
 /// A score head of the checkpoint, with another number of outputs, or for a task of the vocabulary.
-pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
+pub fn of_task(recipe: &Recipe, config: Config) -> Result<Config, Error> {
+    let config = with_head(recipe, config)?;
+    Ok(match recipe.model.weights {
+        Weights::Random => config.of_random_weights(),
+        Weights::Load => config,
+    })
+}
+
+/// The config with the head of the recipe's task.
+fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
     let (place, task) = (recipe.place("model.source"), recipe.task.word());
     match (recipe.data.scores.labels(), &config.scores) {
         (None, None) => Ok(config),

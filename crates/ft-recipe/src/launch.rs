@@ -213,6 +213,15 @@ impl Parallel {
         }
     }
 
+    /// The setting with so many ranks in all, by `data` if the other axes divide them.
+    pub fn of_ranks(&self, ranks: usize) -> String {
+        let others = self.ranks() / self.data as u64;
+        match ranks as u64 / others {
+            data if data > 0 && data * others == ranks as u64 => format!("parallel.data={data}"),
+            _ => "another layout in [parallel], or parallel=auto".into(),
+        }
+    }
+
     /// Compute threads per rank, for `all` threads that the ranks share evenly.
     pub fn threads(&self, all: usize) -> usize {
         (all / self.sharing().max(1) as usize).max(1)

@@ -1,6 +1,6 @@
 //! Processes started by `ft run` itself: `parallel.local`, or the environment variables with the number of a pod.
 
-use crate::keys::{Comm, Recipe};
+use crate::keys::{Comm, Parallel, Recipe};
 use crate::launch::{Environment, Launch};
 use ft_base::terminal::plural;
 
@@ -62,15 +62,23 @@ impl Start {
                 _ => Ok(None),
             };
         }
-        let ranks = usize::try_from(p.ranks()).unwrap_or(usize::MAX);
         let count = nodes.as_ref().map_or(1, |n| n.count);
-        let local = match (p.local, nodes.as_ref().and_then(|n| n.local)) {
+        let variable = nodes.as_ref().and_then(|n| n.local);
+        let ranks = match (recipe.auto_layout, variable, &nodes) {
+            // the processes choose the layout
+            (true, Some(local), _) => local.saturating_mul(count),
+            (true, None, Some(nodes)) if count > 1 => {
+                return Err(Refused { key: None, why: nodes.no_local() });
+            }
+            _ => usize::try_from(p.ranks()).unwrap_or(usize::MAX),
+        };
+        let local = match (p.local, variable) {
             (None, None) if count == 1 => return Ok(None),
             (None, None) => ranks / count,
             (key, variable) => key.or(variable).unwrap_or(1),
         };
         if local.checked_mul(count) != Some(ranks) {
-            return Err(uneven(ranks, count, local, p.local.is_some(), nodes.as_ref()));
+            return Err(uneven(p, ranks, count, local, nodes.as_ref()));
         }
         let unlike = match p.comm {
             Comm::Threads => Some(("threads", "the ranks of one process")),
@@ -100,7 +108,7 @@ impl Start {
 }
 
 /// The refusal of processes that are not as many as the ranks of the recipe.
-fn uneven(ranks: usize, count: usize, local: usize, by_key: bool, nodes: Option<&Nodes>) -> Refused {
+fn uneven(p: &Parallel, ranks: usize, count: usize, local: usize, nodes: Option<&Nodes>) -> Refused {
     let (place, alone) = match nodes.filter(|_| count > 1) {
         Some(Nodes { variable, .. }) => {
             (format!("{variable}={count}"), format!(", or unset {variable} to train alone"))
@@ -109,10 +117,11 @@ fn uneven(ranks: usize, count: usize, local: usize, by_key: bool, nodes: Option<
     };
     let has = plural(ranks, "rank");
     let processes = if local * count == 1 { "1 process" } else { &format!("{} processes", local * count) };
+    let by_key = p.local.is_some();
     let hint = match (by_key, ranks.is_multiple_of(count) && ranks > 1) {
         (true, true) => format!("parallel.local={}", ranks / count),
-        (_, true) => format!("parallel.local={}, or parallel.data={}", ranks / count, local * count),
-        (_, false) => format!("parallel.data={}", local.max(1) * count),
+        (_, true) => format!("parallel.local={}, or {}", ranks / count, p.of_ranks(local * count)),
+        (_, false) => p.of_ranks(local.max(1) * count),
     };
     let why = format!("the recipe has {has}, and {place} has {processes}\n  hint: {hint}{alone}");
     Refused { key: by_key.then_some("parallel.local"), why }
@@ -135,6 +144,14 @@ impl Nodes {
         format!(
             "{}={}, and {prefix}MASTER_ADDR is not set\n  hint: MASTER_ADDR, the host of machine 0",
             self.variable, self.count
+        )
+    }
+
+    fn no_local(&self) -> String {
+        let Self { variable, count, .. } = self;
+        format!(
+            "{variable}={count}, and parallel = \"auto\" needs the number of processes of a machine\n  hint: set \
+                NPROC_PER_NODE to its number of GPUs"
         )
     }
 }
@@ -217,6 +234,11 @@ mod tests {
             assert_eq!(found(FOUR, text), at(2, 2, "h", 7), "{text}");
         }
         assert_eq!(found(FOUR, "NNODES=4 NODE_RANK=3 MASTER_ADDR=h"), at(3, 1, "h", PORT));
+        // a layout for all processes
+        let auto = "NNODES=2 NODE_RANK=1 MASTER_ADDR=h NPROC_PER_NODE=2";
+        assert_eq!(found(&["parallel=auto"], auto), at(2, 2, "h", PORT));
+        assert_eq!(found(&["parallel=auto"], "NNODES=1 NPROC_PER_NODE=4").map(|s| s.world), Some(4));
+        assert_eq!(found(&["parallel=auto"], "NNODES=1"), None);
     }
 
     #[test]
@@ -260,6 +282,12 @@ mod tests {
                 Some("parallel.comm"),
                 "the ranks of one process",
             ),
+            (
+                &["parallel.data=1", "parallel.pipeline=4"],
+                "NNODES=3 NODE_RANK=0 MASTER_ADDR=h",
+                None,
+                "4 ranks, and NNODES=3 has 3 processes\n  hint: another layout in [parallel], or parallel=auto, or",
+            ),
             (&[], "NNODES=1:4 NODE_RANK=0", None, "NNODES=1:4: a number of machines"),
             (
                 &[],
@@ -275,5 +303,7 @@ mod tests {
             let e = start(&[&four, set].concat(), text, None).expect_err(text);
             assert!(e.key == key && e.why.contains(says), "{one} {text}: {e:?}");
         }
+        let e = start(&["parallel=auto"], &format!("NNODES=2 {one}"), None).expect_err("no number");
+        assert!(e.key.is_none() && e.why.contains("hint: set NPROC_PER_NODE"), "{e:?}");
     }
 }

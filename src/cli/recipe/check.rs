@@ -3,9 +3,10 @@
 use super::summary::Found;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print_wrapped;
+use crate::cli::train::processes;
 use crate::infer::usage;
 use crate::train::{self, Job, job, log, reference_model, rows, server, sources};
-use ft_base::error::Error;
+use ft_base::error::{Error, ExitCode};
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
 use ft_engine::adapters::{Adapter, initial};
@@ -13,9 +14,11 @@ use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
 use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
-use ft_plan::{Target, machine, resolve, source};
+use ft_plan::{Plan, Resolved, Target, Workload, Workloads, resolve, source};
 use ft_recipe::{Device, Part, Recipe, Source, Weights};
+use rustix::fs::Access;
 use std::collections::HashSet;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Arguments of `ft check`.
@@ -47,7 +50,15 @@ pub fn run(args: &Args) -> Vec<Error> {
 pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Found, Vec<String>)) {
     let unsettled = sources::resolve(&settings, recipe, true);
     let rows = unsettled.is_empty();
-    let mut check = Check { recipe, settings: &settings, rows, errors: Vec::new(), unchecked: Vec::new() };
+    let (mut errors, mut unchecked) = (Vec::new(), Vec::new());
+    match train::choose_layout(recipe, false) {
+        Err(e) if e.exit_code() == ExitCode::Usage && job::device(recipe.run.device).is_ok() => {
+            errors.push(e)
+        }
+        Err(e) => unchecked.push(format!("the layout of parallel = \"auto\": {}", first_line(&e))),
+        Ok(()) => {}
+    }
+    let mut check = Check { recipe, settings: &settings, rows, errors, unchecked };
     for e in unsettled {
         check.reach::<()>("the rows", Err(e));
     }
@@ -79,8 +90,7 @@ impl Check<'_> {
     fn reach<T>(&mut self, what: &str, outcome: ft_base::Result<T>) -> Option<T> {
         match outcome {
             Err(e) if is_out_of_reach(&e) => {
-                let why = e.to_string();
-                self.unchecked.push(format!("{what}: {}", why.lines().next().unwrap_or_default()));
+                self.unchecked.push(format!("{what}: {}", first_line(&e)));
                 None
             }
             outcome => self.keep(outcome),
@@ -90,6 +100,7 @@ impl Check<'_> {
     fn all(&mut self) -> Found {
         let recipe = self.recipe;
         let (cuda, device) = self.machine();
+        let before = self.errors.len();
         let compute = cuda.map(|cuda| (cuda, resolve::dtype(recipe.model.dtype, cuda)));
         let mut found = Found { compute, ..Found::default() };
         let adapter = self.reach("the adapter", job::adapter(self.settings, recipe, true)).flatten();
@@ -110,9 +121,8 @@ impl Check<'_> {
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
-        if let (Some(cuda), Some(selection)) = (cuda, &found.selection) {
-            let target = device.as_ref().map_or_else(|| Target::from(cuda), Target::of);
-            self.keep(resolve::check_products(recipe, selection, machine(recipe, target)));
+        if let Some(cuda) = cuda.filter(|_| self.errors.len() == before) {
+            self.keep(self.plan(&found, cuda, device.as_ref()));
         }
         let tokenizer = self.tokenizer(adapter.as_ref());
         if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
@@ -132,6 +142,16 @@ impl Check<'_> {
         found
     }
 
+    /// Plans what was found, since a plan refuses settings too. Whether it fits is a matter of `ft plan`.
+    fn plan(&self, found: &Found, cuda: bool, device: Option<&candle_core::Device>) -> ft_base::Result<()> {
+        let (Some(config), Some(selection)) = (&found.config, &found.selection) else { return Ok(()) };
+        device.map_or(Ok(()), |device| job::check_products(self.recipe, device))?;
+        let target = device.map_or_else(|| Target::from(cuda), Target::of);
+        let (dir, workloads) = (found.model.as_ref().map(|m| &*m.dir), Workloads::new(Workload::of_recipe));
+        let inputs = Resolved::inputs(self.recipe, (config, selection), (target, dir), &workloads, None)?;
+        Plan::new(&inputs).map(drop)
+    }
+
     /// Checks devices and the output folder; whether the run is on CUDA, and its device if one is here.
     fn machine(&mut self) -> (Option<bool>, Option<candle_core::Device>) {
         let recipe = self.recipe;
@@ -148,16 +168,21 @@ impl Check<'_> {
             self.keep(server::check(recipe, device.is_cuda(), program.as_deref()));
         }
         let cuda = device.as_ref().map(|d| d.is_cuda()).or(absent.then_some(true));
-        if let Some((what, hint)) = cuda.and_then(|cuda| train::carries_nothing(recipe, cuda)) {
-            let why = format!("{what}\n  hint: {hint}");
-            self.errors.push(train::Error::at(recipe, "parallel.comm", why).into());
-        }
+        let ranks = match &device {
+            Some(device) => processes::wanted(recipe).and_then(|started| match started {
+                Some(_) => Ok(()),
+                None => Ok(train::check_ranks(recipe, device.is_cuda(), None)?),
+            }),
+            None => cuda.map_or(Ok(()), |cuda| Ok(train::check_comm(recipe, cuda)?)),
+        };
+        self.keep(ranks);
         self.keep(log::check(recipe));
-        let output = &recipe.run.output;
-        if output.exists() && !output.is_dir() {
+        let there = std::path::absolute(&recipe.run.output).unwrap_or_default();
+        if let Some(there) = there.ancestors().find(|p| p.exists())
+            && let Some(why) = not_writable(there)
+        {
             let place = recipe.place("run.output");
-            self.errors
-                .push(usage(format!("{place}: {} is no folder\n  hint: another name", output.display())));
+            self.errors.push(usage(format!("{place}: {} {why}\n  hint: another name", there.display())));
         }
         (cuda, device)
     }
@@ -174,7 +199,7 @@ impl Check<'_> {
             (Some(model), _) => self.keep(job::config(&model.dir, &self.recipe.model.overrides)),
             (None, known) => known.map(|(config, _)| config),
         };
-        found.config = config.and_then(|c| self.keep(job::with_head(self.recipe, c.clone())).or(Some(c)));
+        found.config = config.and_then(|c| self.keep(job::of_task(self.recipe, c.clone())).or(Some(c)));
     }
 
     /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has
@@ -207,11 +232,15 @@ impl Check<'_> {
         for part in parts.into_iter().filter_map(|(part, data)| Some((part, data.as_ref()?))) {
             self.keep(train::check_taught(recipe, tokenizer, part));
         }
+        if !bad {
+            self.keep(train::check_questions(recipe, tokenizer, checked.eval.as_ref()));
+        }
         if let Some(train) = &checked.train {
             self.keep(rows::tell_data(Part::Train.key(&data), train, config));
             if !bad {
                 rows::tell_few(recipe, train);
                 found.steps = self.keep(rows::batches(recipe, train)).map(|b| b.steps());
+                rows::tell_unsaved(&recipe.run, found.steps.unwrap_or(0));
             }
         }
         // held-out samples are part of the training data: told already
@@ -286,6 +315,18 @@ impl Check<'_> {
         };
         self.keep(reference_model::check(&job));
     }
+}
+
+/// Why no folder can be made in a folder.
+fn not_writable(dir: &Path) -> Option<&'static str> {
+    match dir.is_dir() {
+        false => Some("is no folder"),
+        true => rustix::fs::access(dir, Access::WRITE_OK).is_err().then_some("is not writable"),
+    }
+}
+
+fn first_line(e: &Error) -> String {
+    e.to_string().lines().next().unwrap_or_default().into()
 }
 
 /// Whether an error means that the hub cannot be asked.

@@ -1,13 +1,14 @@
 //! `ft init`: asks some questions and writes a recipe.
 
 use super::measure::{Length, Measured, task_of};
+use super::plan::gpu;
 use crate::cli::console::print;
 use crate::infer::{usage, words};
 use ft_base::store;
 use ft_base::terminal::{shell_word, tell, width, wrap};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, groups};
-use ft_plan::source;
+use ft_plan::{card, source};
 use ft_recipe::{Recipe, Task};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ pub struct Args {
     /// The model: hub id or folder; asked for if not given
     #[arg(long)]
     model: Option<String>,
-    /// What is trained for; by the rows if not given
+    /// The task; found from the rows if not given
     #[arg(long, value_parser = words(Task::WORDS, Task::from_word))]
     task: Option<Task>,
     /// With --task classify: names of the classes, separated by commas
@@ -43,7 +44,7 @@ pub struct Args {
     /// How to train; asked for if not given
     #[arg(long, value_parser = words(METHODS, |w| Some(w.to_string())))]
     method: Option<String>,
-    /// Memory of the card, such as 24GiB, or "free" for what is free; asked for if not given
+    /// Memory of the card, such as 24GB, or its name, such as L4, or "free" for the free memory; asked for if not given
     #[arg(long)]
     memory: Option<String>,
     /// Overwrite an existing file
@@ -69,7 +70,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let data = ask(&args.data, "Training data (file, folder, pattern or hub dataset)", "data/train.jsonl")?;
     let methods = METHODS.iter().map(|(w, what)| format!("{w}: {what}")).collect::<Vec<_>>().join("; ");
     let method = ask(&args.method, &format!("Method ({methods})"), "lora")?;
-    let memory = ask(&args.memory, "Memory of the card, such as 24GiB (free: what is free)", "free")?;
+    let memory = "Memory of the card, such as 24GB, or its name, such as L4 (free: the free memory)";
+    let memory = budget(&ask(&args.memory, memory, "free")?)?;
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
@@ -102,6 +104,15 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     print(&format!("{}\n", path.display()))
+}
+
+/// Value of `memory.budget` of a card's name; sizes and "free" are left as they are.
+fn budget(memory: &str) -> ft_base::Result<String> {
+    match card(memory) {
+        Some((_, bytes)) => Ok(format!("{}MiB", bytes >> 20)),
+        None if memory == "free" || memory.starts_with(|c: char| c.is_ascii_digit()) => Ok(memory.into()),
+        None => Ok(gpu("--memory", memory)?.1),
+    }
 }
 
 /// Reads an answer from stdin; an empty line gives the default.
@@ -229,6 +240,16 @@ mod tests {
             let r = Recipe::parse(&all, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{all}"));
             assert_eq!((r.task, r.classify.labels.len()), (task, if task == Task::Classify { 2 } else { 0 }));
         }
+    }
+
+    #[test]
+    fn a_card_stands_for_its_memory() -> ft_base::Result<()> {
+        for (answer, is) in [("L4", "20944MiB"), ("RTX 4090", "22393MiB"), ("24GB", "24GB"), ("free", "free")]
+        {
+            assert_eq!(budget(answer)?, is);
+        }
+        assert!(budget("T4").is_err() && budget("many").is_err());
+        Ok(())
     }
 
     #[test]

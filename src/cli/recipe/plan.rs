@@ -10,7 +10,7 @@ use ft_base::terminal::warn;
 use ft_hub::Settings;
 use ft_kernels::gemm;
 use ft_plan::links::{self, Network};
-use ft_plan::{Devices, Target, card, card_names, rates, resolve};
+use ft_plan::{Devices, Target, card, card_names, card_too_old, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -50,7 +50,7 @@ fn link_names() -> PossibleValuesParser {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
     let mut set = args.recipe.set.clone();
-    let planned = args.gpu.as_deref().map(gpu).transpose()?;
+    let planned = args.gpu.as_deref().map(|card| gpu("--gpu", card)).transpose()?;
     if let Some((_, budget)) = &planned {
         set.extend(["run.device=cuda".into(), format!("memory.budget={budget}")]);
     }
@@ -61,8 +61,15 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // device presence affects free memory and rates only, not the plan
     let here = job::device(recipe.run.device).map(|d| Target::of(&d));
-    if args.devices.is_none() && planned.is_none() {
-        train::choose_layout(&mut recipe, None)?;
+    if recipe.auto_layout && args.devices.is_none() {
+        if planned.is_none() && here.is_ok() {
+            train::choose_layout(&mut recipe, false)?;
+        } else {
+            warn(&format!(
+                "{}: parallel = \"auto\": this plan is of one card\n  hint: --devices N plans the layouts of N cards",
+                recipe.place("parallel")
+            ));
+        }
     }
     let target = match (&planned, recipe.run.device) {
         (Some((card, _)), _) => Target { cuda: true, card: *card },
@@ -105,8 +112,15 @@ fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_bas
     Ok(found.first().map(drop)?)
 }
 
-/// A card for `--gpu`, by name or by its memory in gigabytes: its name, if known, and the value of `memory.budget`.
-fn gpu(gpu: &str) -> ft_base::Result<(Option<&'static str>, String)> {
+/// A card given to an option by name or by its memory in gigabytes: its name, if known, and the value of
+/// `memory.budget`.
+pub(super) fn gpu(option: &str, gpu: &str) -> ft_base::Result<(Option<&'static str>, String)> {
+    if let Some(why) = card_too_old(gpu) {
+        return Err(usage(format!(
+            "{option} {gpu}: {why}\n  hint: run.device=cpu, or one of {}",
+            card_names()
+        )));
+    }
     if let Some((name, bytes)) = card(gpu) {
         return Ok((Some(name), bytes.to_string()));
     }
@@ -117,7 +131,7 @@ fn gpu(gpu: &str) -> ft_base::Result<(Option<&'static str>, String)> {
             Ok((None, format!("{n}GB")))
         }
         _ => Err(usage(format!(
-            "--gpu {gpu}: no such card\n  hint: its memory, such as 48GB, or one of {}",
+            "{option} {gpu}: no such card\n  hint: its memory, such as 48GB, or one of {}",
             card_names()
         ))),
     }

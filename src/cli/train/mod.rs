@@ -3,7 +3,7 @@
 pub mod bench;
 pub mod eval;
 pub mod logits;
-mod processes;
+pub mod processes;
 pub mod report;
 pub mod routes;
 pub mod run;

@@ -4,6 +4,7 @@
 //! own, so that Ctrl-C comes to it once, from here.
 
 use crate::infer::usage;
+use crate::train::check_ranks;
 use crate::train::signals::Signals;
 use ft_base::ExitCode;
 use ft_base::terminal::{tell, warn};
@@ -24,27 +25,18 @@ const GRACE: Duration = Duration::from_secs(30);
 /// The processes of a recipe on this machine; `None` if this process runs by itself, or was launched.
 ///
 /// # Errors
-/// Variables or keys that do not go together; fewer CUDA devices than processes.
-pub(super) fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
+/// Variables or keys that do not go together; as [`check_ranks`].
+pub fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
     let refused = |r: Refused| match r.key {
         Some(key) => usage(format!("{}: {}", recipe.place(key), r.why)),
         None => usage(r.why),
     };
     let Some(start) = Start::of(recipe).map_err(refused)? else { return Ok(None) };
-    if recipe.run.device == Device::Cpu {
-        return Ok(Some(start));
-    }
-    let count = cuda::count();
-    let on_cuda = count > 0 || recipe.run.device == Device::Cuda;
-    if on_cuda && start.local > count {
-        let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
-        return Err(usage(format!(
-            "{}: {} processes of this machine have a device each, and there {are}\n  hint: fewer ranks a machine, or \
-                run.device=cpu",
-            recipe.place("parallel.local"),
-            start.local
-        )));
-    }
+    let cuda = match recipe.run.device {
+        Device::Auto => cuda::count() > 0 && cuda::all_too_old().is_none(),
+        device => device == Device::Cuda,
+    };
+    check_ranks(recipe, cuda, Some(start.local))?;
     Ok(Some(start))
 }
 

@@ -1,6 +1,6 @@
 //! `ft bench --ranks`: rates of the links between ranks.
 
-use super::measured::Measured;
+use super::measured::{Measured, kept};
 use crate::train::Error;
 use crate::train::job::device;
 use candle_core::{DType, Device};
@@ -33,7 +33,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// CUDA device each, or on the CPU. Keeps the rates for plans of such devices. `None` on ranks other than the first.
 ///
 /// # Errors
-/// Fewer devices or another number of processes than ranks; a lost rank; a cache folder that cannot be written.
+/// Fewer devices or another number of processes than ranks; a lost rank.
 pub fn run(ranks: usize) -> ft_base::Result<Option<Measured>> {
     Launch::check().map_err(Error::Usage)?;
     let (link, target, rank) = match Launch::of_env() {
@@ -52,7 +52,7 @@ pub fn run(ranks: usize) -> ft_base::Result<Option<Measured>> {
         link.call[0] * 1e6,
         link.source
     );
-    Ok(Some(Measured { json: json!(link), text, kept: link.save(target)? }))
+    Ok(Some(Measured { json: json!(link), text, kept: kept(link.save(target)) }))
 }
 
 fn among_processes(ranks: usize, launch: &Launch) -> ft_base::Result<(Link, Target, usize)> {

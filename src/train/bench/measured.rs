@@ -1,5 +1,7 @@
 //! Result of a benchmark.
 
+use ft_base::store;
+use ft_base::terminal::warn;
 use serde_json::Value;
 use std::path::PathBuf;
 
@@ -12,4 +14,15 @@ pub struct Measured {
     pub text: String,
     /// File of the rates, read by later plans.
     pub kept: Option<PathBuf>,
+}
+
+/// The file of saved rates, or a warning if there is none: the result is still the caller's.
+pub fn kept(saved: Result<Option<PathBuf>, store::Error>) -> Option<PathBuf> {
+    let hint = "plans do without them\n  hint: FT_CACHE names another folder";
+    match saved {
+        Ok(Some(path)) => return Some(path),
+        Ok(None) => warn(&format!("the rates are not kept: no cache folder; {hint}")),
+        Err(e) => warn(&format!("the rates are not kept: {e}; {hint}")),
+    }
+    None
 }

@@ -1,7 +1,7 @@
 //! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its
 //! own, at its first start on a card.
 
-use super::measured::Measured;
+use super::measured::{Measured, kept};
 use crate::train::Error;
 use crate::train::job::Job;
 use candle_core::{DType, Device, Result};
@@ -18,7 +18,7 @@ use ft_kernels::{Tensor, cuda, gemm};
 use ft_plan::Target;
 use ft_plan::probe::{self, CardRates, Probe};
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -56,7 +56,7 @@ pub fn run() -> ft_base::Result<Measured> {
     let device = cuda::open(0).map_err(fail)?;
     let (card, probe) = of_now(&device).ok_or_else(|| fail("the CUDA device has no name".into()))?;
     let probe = Probe { rates: measure(&device)?, ..probe };
-    Ok(Measured { kept: keep(card, &probe), json: json!(probe), text: text(&probe) })
+    Ok(Measured { kept: kept(probe::save(card, &probe)), json: json!(probe), text: text(&probe) })
 }
 
 /// The card as plans name it, and a probe of it by this program and driver, without rates.
@@ -106,17 +106,6 @@ fn child(program: &Path) -> std::result::Result<Probe, String> {
         return Err(format!("ft bench --probe: {}", out.status));
     }
     serde_json::from_slice(&out.stdout).map_err(|e| format!("ft bench --probe: {e}"))
-}
-
-/// Keeps the rates for plans and returns the file. Says so if there is none.
-fn keep(card: &str, probe: &Probe) -> Option<PathBuf> {
-    let hint = "plans take data sheets\n  hint: FT_CACHE names another folder";
-    match probe::save(card, probe) {
-        Ok(Some(path)) => return Some(path),
-        Ok(None) => warn(&format!("the rates are not kept: no cache folder; {hint}")),
-        Err(e) => warn(&format!("the rates are not kept: {e}; {hint}")),
-    }
-    None
 }
 
 /// Output of `ft bench --probe`.

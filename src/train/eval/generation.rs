@@ -9,6 +9,7 @@ use ft_data::{Dataset, Scores, Tokenizer, question, rouge_l};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
 use ft_engine::walk::visit::Hooks;
+use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
 
@@ -48,7 +49,7 @@ pub fn score(
     if g.samples == 0 {
         return Ok(None);
     }
-    check(job, Some(data))?;
+    check(&job.recipe, job.tokenizer.as_deref(), Some(data))?;
     let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
     let fail = |e: regex::Error| Error::at(&job.recipe, "generate.regex", e);
     let regex = g.regex.as_deref().map(Regex::new).transpose().map_err(fail)?;
@@ -100,11 +101,11 @@ fn check_signal(stop: Stop<'_>) -> Result<(), Error> {
 ///
 /// # Errors
 /// `generate.samples` is set, but the model has no tokenizer, or the data no sample to ask.
-pub fn check(job: &Job, data: Option<&Dataset>) -> ft_base::Result<()> {
-    if job.recipe.generate.samples == 0 {
+pub fn check(recipe: &Recipe, tokenizer: Option<&Tokenizer>, data: Option<&Dataset>) -> ft_base::Result<()> {
+    if recipe.generate.samples == 0 {
         return Ok(());
     }
-    let why = match (&job.tokenizer, data) {
+    let why = match (tokenizer, data) {
         (None, _) => "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out",
         (Some(tokenizer), Some(data)) if questions(data, tokenizer).next().transpose()?.is_none() => {
             "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have none, and \
@@ -112,7 +113,7 @@ pub fn check(job: &Job, data: Option<&Dataset>) -> ft_base::Result<()> {
         }
         _ => return Ok(()),
     };
-    Err(Error::at(&job.recipe, "generate.samples", why).into())
+    Err(Error::at(recipe, "generate.samples", why).into())
 }
 
 /// Adds scores to an event of `metrics.jsonl`.

@@ -2,28 +2,29 @@
 
 use super::job::Job;
 use crate::train::Error;
+use candle_core::Device;
 use ft_base::memory;
 use ft_kernels::fp8;
 use ft_plan::{Allocation, Capacity, Inputs, Plan, Resolved, Target, Workload, Workloads};
 use ft_recipe::{Products, Recipe};
 
+/// Refuses products of 8-bit floats on a card or driver without them. The plan refuses those of the CPU.
+pub fn check_products(recipe: &Recipe, device: &Device) -> Result<(), Error> {
+    if recipe.memory.products != Products::Fp8 || device.is_cpu() {
+        return Ok(());
+    }
+    fp8::check(device).map_err(|why| {
+        let why = format!("memory.products = \"fp8\": {why}\n  hint: memory.products = \"dtype\"");
+        Error::at(recipe, "memory.products", why)
+    })
+}
+
 impl Job {
     fn plan_inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> ft_base::Result<Inputs<'a>> {
         let place = (Target::of(&self.device), Some(self.model.dir.as_path()));
         let model = (&self.config, &self.selection);
-        self.check_products()?;
+        check_products(&self.recipe, &self.device)?;
         Resolved::inputs(&self.recipe, model, place, workloads, memory::reach_bytes())
-    }
-
-    /// Refuses products of 8-bit floats on a card without them. The plan refuses those of the CPU.
-    fn check_products(&self) -> Result<(), Error> {
-        if self.recipe.memory.products != Products::Fp8 || self.device.is_cpu() {
-            return Ok(());
-        }
-        fp8::check(&self.device).map_err(|why| {
-            let why = format!("memory.products = \"fp8\": {why}\n  hint: memory.products = \"dtype\"");
-            Error::at(&self.recipe, "memory.products", why)
-        })
     }
 
     /// Plans this job. `count` computes the workload for a recipe, as [`Workload::of_data`] does.

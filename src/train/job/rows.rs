@@ -4,7 +4,7 @@ use crate::train::Error;
 use ft_base::terminal::{plural, warn};
 use ft_data::{Batches, Checked, Dataset, Tokenizer};
 use ft_engine::model::Config;
-use ft_recipe::{Data, Recipe};
+use ft_recipe::{Data, Recipe, Run};
 
 /// Divides the rows into steps.
 ///
@@ -69,6 +69,19 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
         plural(rows, "row"),
         run.batch_rows,
     ));
+}
+
+/// Above this number of steps, a run without checkpoints before its end prints a warning.
+const MANY: usize = 100;
+
+/// Warns about a run of many steps with its only checkpoint at the end.
+pub fn tell_unsaved(run: &Run, steps: usize) {
+    if run.save_every == 0 && !run.keep_best && steps > MANY {
+        warn(&format!(
+            "run.save_every = 0: no checkpoint before the end of {steps} steps, so a killed run begins anew; to \
+             change: run.save_every={MANY}"
+        ));
+    }
 }
 
 /// Warns about samples in both training and evaluation data. Returns the number of such samples.

@@ -1,17 +1,21 @@
 //! Refuses runs without enough memory.
 
-use crate::train::job::{Job, device};
+use crate::train::job::Job;
+use candle_core::Device;
+use ft_base::error::ExitCode;
 use ft_base::memory;
 use ft_base::terminal::warn;
 use ft_hub::{Settings, Want};
-use ft_plan::{Plan, report};
+use ft_kernels::cuda;
+use ft_plan::{Plan, Target, report};
 use ft_recipe::{Recipe, Weights};
 
-/// Refuses a run without enough memory before the model is downloaded.
+/// Refuses a run without enough memory, or with settings that its model does not allow, before the model is downloaded.
+/// `device` is open: a closed one does not tell its memory.
 ///
 /// # Errors
-/// [`ft_plan::Error::DoesNotFit`]. Other errors are left to later checks.
-pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
+/// [`ft_plan::Error::DoesNotFit`]; errors of the recipe. Others are left to later checks.
+pub fn before_download(recipe: &Recipe, device: &Device) -> ft_base::Result<()> {
     let (source, revision) = (&recipe.model.source, &recipe.model.revision);
     if recipe.resolve(source).exists() || recipe.model.weights == Weights::Random {
         return Ok(());
@@ -20,17 +24,22 @@ pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
     if ft_hub::fetch_model_with(&offline, source, revision, Want::Weights, false).is_ok() {
         return Ok(());
     }
-    let cuda = device(recipe.run.device)?.is_cuda();
-    match ft_plan::of_recipe(recipe, cuda) {
+    match ft_plan::of_recipe(recipe, Target::of(device)) {
         Ok((plan, _)) if refused(recipe, &plan) => Err(plan.refusal().into()),
+        Err(e) if e.exit_code() == ExitCode::Usage => Err(e),
         _ => Ok(()),
     }
 }
 
 /// Returns true if the plan exceeds a limit that must hold: `memory.budget`, free memory on the CPU (where
-/// plans are exact), host memory, disk space, or the devices of the server.
+/// plans are exact), all memory of a CUDA device (where they are estimates), host memory, disk space, or the devices
+/// of the server.
 fn refused(recipe: &Recipe, plan: &Plan) -> bool {
-    let device = !plan.fits_device() && (recipe.memory.budget.is_some() || !plan.machine.cuda);
+    let estimated = plan.machine.cuda && recipe.memory.budget.is_none();
+    let device = match estimated {
+        true => cuda::cuda_memory().is_some_and(|(_, all)| plan.engine() > all),
+        false => !plan.fits_device(),
+    };
     device || !plan.space.fits() || !plan.fits_server()
 }
 
@@ -45,14 +54,18 @@ pub fn check(job: &Job, plan: &Plan) -> ft_base::Result<()> {
     if !plan.fits() {
         warn(&plan.refusal().to_string());
     }
-    let there = memory::available_bytes().filter(|_| job.device.is_cpu());
+    let there = match job.device.is_cpu() {
+        true => memory::available_bytes(),
+        false => cuda::cuda_memory().map(|(free, _)| free),
+    };
     if let (Some(budget), Some(there)) = (job.recipe.memory.budget, there)
         && plan.total() > there
     {
         let (budget, needed, there) =
             (report::bytes(budget), report::bytes(plan.total()), report::bytes(there));
         warn(&format!(
-            "the run needs {needed} and keeps within memory.budget = {budget}, but only {there} are available here"
+            "the run needs {needed} and keeps within memory.budget = {budget}, but only {there} are available here\n  \
+             hint: a smaller memory.budget, or none: a plan then keeps within the free memory"
         ));
     }
     Ok(())

@@ -1,10 +1,8 @@
 //! Checks of ranks against this machine.
 
 use crate::train::Error;
-use crate::train::job::Job;
-use ft_engine::model::modules::Module;
 use ft_kernels::cuda;
-use ft_recipe::{LoraSpec, Recipe};
+use ft_recipe::Recipe;
 
 /// Explains a mismatch of `parallel.comm` and the device, with a hint; `None` if they match.
 pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)> {
@@ -31,33 +29,29 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
     Err(Error::at(r, "parallel.comm", format!("{what}\n  hint: {hint}")))
 }
 
-/// Checks that this machine can run the ranks of the recipe.
+/// Checks that this machine can run the ranks of the recipe. `processes`: number of those that `ft run` starts here.
 ///
 /// # Errors
-/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA; dropout in experts on CUDA with
-/// tokens of a row over ranks.
-pub fn check(job: &Job) -> Result<(), Error> {
-    let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
-    let fail = |key: &str, what: String, hint: &str| {
-        Err(Error::at(&job.recipe, key, format!("{what}\n  hint: {hint}")))
-    };
-    check_comm(&job.recipe, cuda)?;
-    let drops = |(m, spec): (&Module, &LoraSpec)| m.expert.is_some() && spec.dropout > 0.0;
-    let over = [("parallel.context", p.context), ("parallel.tensor", p.tensor)];
-    let over = over.iter().find(|(_, ranks)| *ranks > 1).filter(|_| cuda);
-    if let Some((key, _)) = over.filter(|_| job.selection.loras().any(drops)) {
-        let what = "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row";
-        return fail(key, what.into(), &format!("{key}=1, or lora.dropout=0"));
-    }
-    let (ranks, here) = (p.ranks(), p.in_process());
-    if !cuda || ranks == 1 {
+/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA.
+pub fn check(r: &Recipe, cuda: bool, processes: Option<usize>) -> Result<(), Error> {
+    check_comm(r, cuda)?;
+    let here = processes.map_or(r.parallel.in_process(), |n| n as u64);
+    if !cuda || here.max(r.parallel.ranks()) == 1 {
         return Ok(());
     }
-    let count = cuda::count() as u64;
-    if here > count {
+    let count = cuda::count();
+    if here > count as u64 {
         let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
-        let hint = format!("parallel.data={count}, or a launcher that starts processes on several machines");
-        return fail("parallel.data", format!("{ranks} ranks have a device each, and there {are}"), &hint);
+        let hint = match count {
+            0 => "run.device=cpu".into(),
+            _ => format!(
+                "{}, or a launcher that starts processes on several machines",
+                r.parallel.of_ranks(count)
+            ),
+        };
+        let what =
+            format!("{here} ranks of this machine have a device each, and there {are}\n  hint: {hint}");
+        return Err(Error::at(r, "parallel", what));
     }
     cuda::nccl_is_here().map_err(Error::Device)
 }

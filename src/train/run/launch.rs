@@ -40,6 +40,6 @@ pub fn run(mut recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     if launch.is_some() || recipe.parallel.comm == ft_recipe::Comm::Mpi {
         return processes::run(recipe, options, launch.as_ref());
     }
-    auto_layout::choose(&mut recipe, None)?;
+    auto_layout::choose(&mut recipe, options.resume)?;
     run_first(recipe, options, None)
 }

@@ -11,7 +11,7 @@ use crate::train::bench::probe_before;
 use crate::train::checkpoint::identity::Identity;
 use crate::train::checkpoint::state::{self, State};
 use crate::train::eval::{EvalHistory, check_questions};
-use crate::train::job::{self, Job};
+use crate::train::job::{self, Job, rows};
 use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
 use crate::train::preference::reference_model;
@@ -23,7 +23,7 @@ use ft_base::terminal::{tell, warn};
 use ft_data::{Batches, Dataset};
 use ft_engine::optim::Schedule;
 use ft_hub::Want;
-use ft_plan::Workload;
+use ft_plan::{Plan, Workload};
 use ft_recipe::{Recipe, Run};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -130,8 +130,10 @@ pub fn prepare(
         keep_micro_rows(&mut job.recipe, resume.as_ref().map(|r| &r.state), &dir);
     }
     let plan = match fresh {
-        Some(plan) if !options.resume => plan,
-        _ => planned(&job)?,
+        Some(fresh) if !options.resume => fresh,
+        // without a checkpoint, another number of rows is free
+        Some(fresh) => Some(planned(&job)?).filter(Plan::fits).unwrap_or(fresh),
+        None => planned(&job)?,
     };
     // Fixes the planned value, for the run and for the resolved recipe on disk.
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
@@ -215,15 +217,17 @@ fn check_inputs(
     remote: Option<&RemoteRanks<'_>>,
 ) -> ft_base::Result<CheckedInputs> {
     let dir = recipe.run.output.clone();
-    limits::before_download(&recipe)?;
+    let device = job::device(recipe.run.device)?;
+    let cuda = device.is_cuda();
+    ranks::check(&recipe, cuda, None)?;
+    server::check(&recipe, cuda, options.program.as_deref())?;
+    log::check(&recipe)?;
+    limits::before_download(&recipe, &device)?;
     let job = Job::open(recipe, Want::Weights, true)?;
-    ranks::check(&job)?;
-    let compute = (job.device.is_cuda(), job.dtype);
+    let compute = (cuda, job.dtype);
     let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
     job.recipe.warnings(facts).iter().for_each(|w| warn(w));
     let other = reference_model::check(&job)?;
-    server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
-    log::check(&job.recipe)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;
     let result = result_dir(&job.selection, &dir);
     let saved = checkpoint::any(&dir.join(CHECKPOINTS));
@@ -234,8 +238,9 @@ fn check_inputs(
     let (data, eval) = job.data()?;
     job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
+    rows::tell_unsaved(&job.recipe.run, batches.steps());
     job.check()?;
     job::samples(&job.recipe, job.tokenizer.as_deref())?;
-    check_questions(&job, eval.as_ref())?;
+    check_questions(&job.recipe, job.tokenizer.as_deref(), eval.as_ref())?;
     Ok(CheckedInputs { job, other, data, eval, batches, schedule, result, saved })
 }

@@ -43,7 +43,7 @@ pub fn run(mut recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft
         // Every rank runs on a new thread, with a thread pool of the rank.
         let rank = s.spawn(|| {
             let _threads = start_threads_beside(neighbors.on_processors)?;
-            auto_layout::agree(&mut recipe, &comm)?;
+            auto_layout::agree(&mut recipe, options.resume, &comm)?;
             check_count(&recipe, comm.world())?;
             comm.know_stages(recipe.parallel.pipeline);
             if comm.rank() == 0 { lead(recipe, options, &comm) } else { follow(recipe, &comm) }
@@ -79,9 +79,10 @@ fn check_count(recipe: &Recipe, world: usize) -> Result<(), Error> {
     let were = if world == 1 { "process was" } else { "processes were" };
     let why = format!(
         "the recipe has {ranks} ranks, and {world} {were} started\n  hint: as many processes as ranks \
-            (mpirun -n {ranks}), or parallel.data={world}"
+            (mpirun -n {ranks}), or {}",
+        recipe.parallel.of_ranks(world)
     );
-    Err(Error::at(recipe, "parallel.data", why))
+    Err(Error::at(recipe, "parallel", why))
 }
 
 /// Runs the first process.
@@ -148,7 +149,7 @@ fn prepare(recipe: Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, Option
     }
     terminal::to_file(store::create(&dir.join(format!("rank-{rank}.log")))?);
     let job = Job::open(recipe, Want::Weights, false)?;
-    ranks::check(&job)?;
+    ranks::check(&job.recipe, job.device.is_cuda(), None)?;
     let (data, eval) = job.data()?;
     Ok((job, data, eval))
 }

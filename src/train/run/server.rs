@@ -47,7 +47,7 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
     }
     let trains = match (cuda, Launch::of_env()) {
         (false, _) => 0,
-        (true, None) => recipe.parallel.in_process() as usize,
+        (true, None) => recipe.parallel.sharing() as usize,
         (true, Some(launch)) => Launch::of_machine().unwrap_or(launch.world),
     };
     let count = cuda::count();
@@ -67,7 +67,10 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
             (_, some) => format!("these are {} of {trains} that train", some.len()),
         };
         let free: Vec<OneDevice> = (trains..trains + taken.len()).map(OneDevice::Cuda).collect();
-        let hint = format!("serve.devices=[{}], or \"cpu\"", list(&free));
+        let hint = match trains + taken.len() <= count {
+            true => format!("serve.devices=[{}], or \"cpu\"", list(&free)),
+            false => "serve.devices=[\"cpu\"], or ranks on fewer devices".into(),
+        };
         return fail(format!("serve.devices = [{}]: {which}", list(&taken)), &hint);
     }
     if lacking.is_empty() {

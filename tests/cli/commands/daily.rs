@@ -26,6 +26,12 @@ fn shipped_recipes_go_by_their_names() {
         "{}",
         far.err
     );
+    // rows of the quickstart are samples of what another model could learn
+    for (set, warns) in [(&[][..], true), (&["data.train.0.source=rows.jsonl"], false)] {
+        let r = w.ft(&[&["check", "qwen3-8b-qlora"], set].concat());
+        assert_eq!(r.err.contains("warning: data.train has sample rows"), warns, "{}", r.err);
+    }
+    assert!(!w.ft(&["check", "quickstart"]).err.contains("sample rows"));
     // A file of this name takes precedence.
     w.write("qwen3-8b-qlora", "version = 2");
     assert_eq!(w.ft(&["plan", "qwen3-8b-qlora"]).code, 2);
@@ -495,4 +501,22 @@ fn ft_check_for_cuda_passes_without_a_card() {
         r.err
     );
     assert_eq!(w.ft(&["run", "r.toml", "run.device=cuda"]).code, 2);
+}
+
+/// A long run with its only checkpoint at the end is warned of, by the check too.
+#[test]
+fn a_long_run_without_checkpoints_is_warned_of() {
+    let w = World::tiny(LORA);
+    let said = "warning: run.save_every = 0: no checkpoint before the end of 101 steps";
+    for (set, warns) in [
+        (&["run.steps=101"][..], true),
+        (&["run.steps=100"], false),
+        (&["run.steps=101", "run.save_every=50"], false),
+        (&["run.steps=101", "run.eval_every=50", "run.keep_best=true"], false),
+    ] {
+        let r = w.ok(&[&["check", "r.toml"], set].concat());
+        assert_eq!(r.err.contains(said), warns, "{set:?}: {}", r.err);
+    }
+    let r = w.ok(&["run", "r.toml", "run.steps=101"]);
+    assert!(r.err.contains(said), "{}", r.err);
 }

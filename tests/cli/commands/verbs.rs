@@ -1,6 +1,6 @@
 //! Output of the remaining subcommands, and closed output streams.
 
-use crate::world::{World, quickstart, repository};
+use crate::world::{LORA, World, quickstart, repository};
 use std::process::{Command, Stdio};
 
 #[test]
@@ -45,6 +45,7 @@ fn check_refuses_what_a_run_refuses() {
         ("data.train.0.weight=1e9", [2, 2], "that is too many"),
         ("data.train.0.weight=1e-9", [2, 2], "no sample of the sources is in an epoch"),
         ("run.output='q.toml'", [2, 5], "q.toml"),
+        ("run.output='q.toml/x'", [2, 5], "q.toml"),
         ("memory.products=fp8", [2, 2], "the CPU, which has no such products"),
         ("parallel.comm=nccl", [2, 2], "is for CUDA devices"),
     ] {
@@ -65,6 +66,12 @@ fn check_refuses_what_a_run_refuses() {
         let r = w.ft(&[&[verb, "q.toml"][..], &set].concat());
         assert!(r.code == 4 && r.err.contains("\"./nowhere\" is not there"), "{verb}: {} {}", r.code, r.err);
     }
+    // No tokenizer to ask questions with.
+    let w = World::tiny(LORA);
+    for verb in ["check", "run"] {
+        let r = w.ft(&[verb, "r.toml", "run.eval_every=1", "generate.samples=2"]);
+        assert!(r.code == 2 && r.err.contains("has no tokenizer.json"), "{verb}: {} {}", r.code, r.err);
+    }
 }
 
 /// A published model is known without the hub, as in a plan.
@@ -78,8 +85,15 @@ fn check_knows_published_models_without_the_hub() {
     {
         assert!(r.out.contains(said), "{said:?} is not in\n{}", r.out);
     }
-    let r = w.ft(&["check", "qwen3-8b-qlora", "train.0.modules=['x']"]);
-    assert!(r.code == 2 && r.err.contains("\"x\" matches no module"), "{}", r.err);
+    // A run says so before it downloads anything.
+    for (verb, set, said) in [
+        ("check", "train.0.modules=['x']", "\"x\" matches no module"),
+        ("run", "train.0.modules=['x']", "\"x\" matches no module"),
+        ("run", "serve.devices=['cuda:99']", "there is no cuda:99"),
+    ] {
+        let r = w.ft(&[verb, "qwen3-8b-qlora", "run.device=cpu", set]);
+        assert!(r.code == 2 && r.err.contains(said), "{verb} {set}: {} {}", r.code, r.err);
+    }
 }
 
 #[test]

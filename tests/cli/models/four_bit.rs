@@ -1,10 +1,10 @@
 //! A 4-bit base with tensors trained in full, end to end, against PyTorch (`tests/fixtures/nf4-full`);
 //! optimizer states on the host.
 
-use crate::world::{World, apart, as_fixture, reference, repository, rows_of};
+use crate::world::{World, apart, as_fixture, recipe, reference, repository, rows_of};
 use candle_core::{DType, Device};
 use ft::files::TensorFiles;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const OFFLOAD: &str = "memory.offload=['optimizer']";
 
@@ -168,4 +168,19 @@ fn an_adapter_on_a_4_bit_base_works_in_all_verbs() {
     w.ok(&["check", "r.toml"]);
     let r = w.ft(&["export", "a/adapter", "--to", "peft-fused", "--out", "x"]);
     assert!(r.code == 4 && r.err.contains("trained in full has no place"), "{} {}", r.code, r.err);
+}
+
+/// Random numbers in place of a 4-bit checkpoint are values, which train in full.
+#[test]
+fn random_experts_of_a_4_bit_model_train_in_full() {
+    let w = World::new();
+    let oss = json!({"model_type": "gpt_oss", "attention_bias": true, "intermediate_size": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4"}});
+    w.config("tiny", oss);
+    let all = ["attention", "experts", "router", "norms", "sinks", "embedding", "head"];
+    w.write("r.toml", recipe(&format!("[[train]]\nmodules = {all:?}\nmethod = \"full\"\n")));
+    for verb in ["check", "run"] {
+        w.ok(&[verb, "r.toml", "run.steps=1"]);
+    }
 }

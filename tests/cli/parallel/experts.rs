@@ -243,6 +243,16 @@ fn experts_that_ranks_cannot_split_are_refused() {
             split::refused(&w, verb, set, says);
         }
     }
+    // On CUDA, known without a card.
+    let drops = world(ADAPTERS);
+    for (set, says) in [
+        (["parallel.context=2", "model.quantize=none"], "dropout in adapters of experts on a GPU"),
+        (["memory.dequantize=per_layer", "model.quantize=nf4"], "is not built for experts on CUDA"),
+    ] {
+        for verb in ["check", "plan"] {
+            split::refused(&drops, verb, &[&["run.device=cuda"][..], &set].concat(), says);
+        }
+    }
     w.config("tiny", json!({"model_type": "qwen3"}));
     for verb in ["run", "check"] {
         let r = w.ft(&[verb, "r.toml", "run.output=none", "parallel.data=2", "parallel.expert=2"]);

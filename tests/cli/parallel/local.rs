@@ -94,6 +94,16 @@ fn kubeflow_variables_count_pods_and_not_ranks() {
     assert!(w.path("pods/rank-3.log").is_file());
 }
 
+/// The processes of a pod choose one layout.
+#[test]
+fn a_pod_takes_the_fastest_layout() {
+    let w = split::world(FULL);
+    let pod = [("NNODES", "1"), ("NPROC_PER_NODE", "2")];
+    let r = end(start(&w, &["run", "r.toml", "parallel=auto", "run.output=pod", "run.epochs=1"], &pod));
+    assert!(r.code == 0 && r.err.contains("parallel = \"auto\" is parallel."), "{}", r.err);
+    assert!(w.path("pod/rank-1.log").is_file());
+}
+
 #[test]
 fn a_lost_process_is_named() {
     let w = split::world(FULL);

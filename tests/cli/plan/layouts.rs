@@ -1,7 +1,7 @@
 //! `ft plan --devices N`: layouts of ranks, by predicted time.
 
 use crate::split::{all, launch};
-use crate::world::{FULL, World, recipe};
+use crate::world::{FULL, World, ran, recipe};
 use serde_json::Value;
 
 fn json(w: &World, args: &[&str]) -> Value {
@@ -101,8 +101,50 @@ fn the_fastest_layout_is_taken_and_written() {
         }
     }
     // alone on the CPU
-    let alone = w.ok(&["run", "auto.toml", "run.output=p", "run.steps=1"]);
-    assert!(alone.err.contains("parallel = \"auto\" is one rank"), "{}", alone.err);
+    for verb in ["check", "run"] {
+        let alone = w.ok(&[verb, "auto.toml", "run.output=p", "run.steps=1"]);
+        assert!(alone.err.contains("parallel = \"auto\" is one rank"), "{verb}: {}", alone.err);
+    }
+}
+
+/// A resumed run takes the layout of its run folder, even if another one is faster by now.
+#[test]
+fn a_resumed_run_keeps_its_layout() {
+    let w = World::new();
+    w.config("tiny", serde_json::json!({}));
+    w.write("auto.toml", format!("parallel = \"auto\"\n{}", recipe(FULL)));
+    let run = |more: &[&str]| {
+        let set = ["run", "auto.toml", "run.output=o", "run.steps=2", "run.save_every=1", "run.keep=9"];
+        for r in all(launch(&w, &[0, 1], 2, &[&set[..], more].concat())) {
+            assert_eq!(r.code, 0, "{}", r.err);
+        }
+        toml::from_str::<toml::Table>(&w.text("o/recipe.toml")).expect("a recipe")
+    };
+    let mut written = run(&[]);
+    let stages = written["parallel"].get("pipeline").and_then(toml::Value::as_integer);
+    let (key, other) = if stages == Some(2) { ("data", "data = 2") } else { ("pipeline", "pipeline = 2") };
+    written.insert("parallel".into(), toml::from_str(other).expect("a table"));
+    w.write("o/recipe.toml", toml::to_string(&written).expect("a recipe"));
+    for folder in ["checkpoints/step-00000002", "model"] {
+        std::fs::remove_dir_all(w.path("o").join(folder)).expect("removed");
+    }
+    assert_eq!(run(&["--resume"])["parallel"][key].as_integer(), Some(2));
+}
+
+/// A plan of `parallel = "auto"` needs neither the hub nor the card; for another card it is that of one.
+#[test]
+fn a_layout_is_planned_without_hub_and_card() {
+    let w = World::new();
+    let plan = |set: &[&str]| w.ft(&[&["plan", "qwen3-8b-qlora", "parallel=auto"][..], set].concat());
+    let here = plan(&["run.device=cpu", "memory.budget=1TiB", "memory.host_budget=1TiB"]);
+    assert!(here.err.contains("parallel = \"auto\" is one rank"), "{}", here.err);
+    let far = &["run.device=cuda", "memory.budget=22GiB"][..];
+    for set in [&["--gpu", "24GB"][..], far] {
+        if set != far || ft::kernel::cuda::count() == 0 {
+            let r = plan(set);
+            assert!(r.code == 0 && r.err.contains("this plan is of one card"), "{set:?}: {}", r.err);
+        }
+    }
 }
 
 #[test]
@@ -118,4 +160,11 @@ fn plans_use_the_measured_links() {
     assert_eq!(json(&w, &["r.toml", "--devices", "2"])["link"], measured);
     let named = json(&w, &["r.toml", "--devices", "2", "--link", "tcp"]);
     assert_eq!(named["link"]["gather"], 1e9);
+    // without a cache folder, rates are shown alone
+    for of in [&["--ranks", "2"][..], &["r.toml", "--steps", "1"]] {
+        let mut bench = w.command(&[&["bench", "--json"], of].concat());
+        let r = ran(bench.env("FT_CACHE", "/dev/null").output().expect("started"));
+        assert!(r.code == 0 && r.err.contains("the rates are not kept: "), "{of:?}: {}", r.err);
+        assert!(r.json().is_object(), "{of:?}: {}", r.out);
+    }
 }

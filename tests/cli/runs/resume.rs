@@ -165,8 +165,8 @@ fn a_resumed_run_keeps_its_micro_batches() {
     let resumed = "memory.budget=8GiB";
     w.ok(&args("run.output=other", resumed));
     assert_ne!(rows("whole"), rows("other"), "the budgets choose alike");
-    for left in [2, 0] {
-        w.ok(&[&args("run.output=again", begun)[..], &["--overwrite"]].concat());
+    let leave = |left: usize, budget: &'static str| {
+        w.ok(&[&args("run.output=again", budget)[..], &["--overwrite"]].concat());
         for name in w.checkpoints("again").into_iter().skip(left) {
             std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
         }
@@ -175,6 +175,9 @@ fn a_resumed_run_keeps_its_micro_batches() {
             std::fs::remove_dir_all(w.path("again/adapter")).expect("removed");
             std::fs::remove_file(w.path("again/metrics.jsonl")).expect("removed");
         }
+    };
+    for left in [2, 0] {
+        leave(left, begun);
         let r = w.ok(&[&args("run.output=again", resumed)[..], &["--resume"]].concat());
         assert!(
             r.err.contains(if left > 0 { "going on from" } else { "starting from the beginning" }),
@@ -185,6 +188,10 @@ fn a_resumed_run_keeps_its_micro_batches() {
         let adapter = "adapter/adapter_model.safetensors";
         assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")), "{left}");
     }
+    // Without a checkpoint, a number that does not fit is chosen anew.
+    leave(0, resumed);
+    w.ok(&[&args("run.output=again", begun)[..], &["--resume"]].concat());
+    assert_eq!(rows("whole"), rows("again"));
     // Another explicit number makes another run.
     let mut named = args("run.output=again", begun);
     named[2] = "run.micro_rows=1";

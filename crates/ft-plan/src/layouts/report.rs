@@ -139,10 +139,11 @@ impl Layouts {
                 bytes(budget)
             ),
             _ => {
-                let why = self.others.first().map_or("", |(_, why)| why);
-                format!(
-                    "no layout of {n} devices suits the recipe: {why}\n  hint: run.batch_rows or --devices"
-                )
+                let why = self.others.iter().max_by_key(|(layouts, _)| *layouts).map_or("", |(_, why)| why);
+                return Error::Ignored(format!(
+                    "no layout of {n} devices suits the recipe: {why}\n  hint: run.batch_rows, or another number of \
+                        devices"
+                ));
             }
         };
         Error::DoesNotFit(why)

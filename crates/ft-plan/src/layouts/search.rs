@@ -6,7 +6,7 @@ use super::predict::{Candidate, Rates, predict, sort};
 use crate::host::Capacity;
 use crate::model::{Target, machine, quantization};
 use crate::plan::Model;
-use crate::resolve::{cuts, unsuited};
+use crate::resolve::{cuts, split_dropout, unsuited};
 use crate::time::links::{Link, Network};
 use crate::time::rates::{self, Source};
 use ft_kernels::Machine;
@@ -216,9 +216,12 @@ impl Layouts {
         self.budget = recipe.memory.budget;
         let mut allowed = Vec::new();
         for layout in Layout::all(self.devices.count, config.layers, experts, cuts) {
-            let suited = applied(recipe, layout).and_then(|found| match unsuited(&found.0, config) {
-                Some(key) => Err(key.reason()),
-                None => Ok(found),
+            let suited = applied(recipe, layout).and_then(|found| {
+                let dropout = || split_dropout(&found.0, &model.resolved.selection, target.cuda);
+                match unsuited(&found.0, config).or_else(dropout) {
+                    Some(key) => Err(key.reason()),
+                    None => Ok(found),
+                }
             });
             match suited {
                 Ok((with, beside)) => {
@@ -357,13 +360,25 @@ mod tests {
                 "log.samples=['a']",
                 "log.samples: not built with parallel.pipeline where ",
             ),
+            (
+                "qwen3-30b-a3b-qlora",
+                "lora.dropout=0.1",
+                "parallel.context: not built yet: dropout in adapters of experts ",
+            ),
         ] {
             let keys = [format!("memory.budget={bytes}"), "run.device=cuda".into(), key.into()];
             let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
             let target = Target { cuda: true, card: Some(card) };
             let network = Network::find(target, Some("pcie"), None, None);
-            let others = layouts_of_recipe(&recipe, target, Devices { count: 2, network })?.others;
+            let found = layouts_of_recipe(&recipe, target, Devices { count: 2, network })?;
+            let others = &found.others;
             assert!(others.iter().any(|(_, reason)| reason.starts_with(why)), "{name}: {others:?}");
+            assert!(found.first().is_ok(), "{name}: {others:?}");
+            // the most frequent reason is told
+            let others = vec![(1, "rare".into()), (3, "usual".into())];
+            let none = Layouts { fitting: Vec::new(), least: None, others, ..found };
+            let told = none.first().map(drop).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(told.contains("suits the recipe: usual"), "{told}");
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Shipped recipes, and the figures in their header comments.
 
 use super::*;
+use crate::plan::Model;
 
 /// Every shipped recipe can be planned offline, for the CPU and for CUDA.
 #[test]
@@ -10,6 +11,7 @@ fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
         let mut r = Recipe::load_for_plan(&root.join("recipes").join(format!("{}.toml", s.name)), &[])?;
         // Paths in shipped recipes are relative to the root of the repository.
         let local = root.join(&r.model.source);
+        assert!(local.exists() || r.run.save_every > 0, "{}: a killed run begins anew", s.name);
         if local.exists() {
             r.model.source = local.display().to_string();
         }
@@ -75,6 +77,41 @@ fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
         }
     }
     assert!(wrong.is_empty(), "heads should say\n{wrong}");
+    Ok(())
+}
+
+/// Columns of the table in docs/devices.md.
+const CARDS: [&str; 5] = ["12 GB", "16 GB", "24 GB", "48 GB", "80 GB"];
+
+/// The table in docs/devices.md has the cards with room for a recipe.
+#[test]
+fn the_page_of_devices_has_the_cards_of_the_plans() -> anyhow::Result<()> {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let page = std::fs::read_to_string(root.join("docs/devices.md"))?;
+    assert!(page.contains(&format!("| {} |", CARDS.join(" | "))), "the columns are {CARDS:?}");
+    let (mut rows, mut wrong) = (0, String::new());
+    for s in SHIPPED {
+        let begin = format!("| `{}` |", s.name);
+        let Some(row) = page.lines().find(|l| l.starts_with(&begin)) else { continue };
+        let mut want = begin;
+        for card in CARDS {
+            let set = [format!("memory.budget={}", card.replace(' ', "")), "run.device=cuda".into()];
+            let path = root.join(format!("recipes/{}.toml", s.name));
+            let recipe = Recipe::load_for_plan(&path, &set)?;
+            let (p, _) = Model::find(&recipe)?.plan(&recipe, Target::from(true), &Capacity::UNKNOWN)?;
+            let tight = p.kept_back().is_some_and(|(reserve, left)| left < reserve);
+            want += match (p.fits(), tight) {
+                (false, _) => " |",
+                (true, false) => " ✓ |",
+                (true, true) => " ✓ (tight) |",
+            };
+        }
+        rows += 1;
+        if row != want {
+            wrong += &format!("{want}\n");
+        }
+    }
+    assert!(rows >= 18 && wrong.is_empty(), "{rows} rows; the table should say\n{wrong}");
     Ok(())
 }
 
