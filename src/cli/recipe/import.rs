@@ -37,10 +37,12 @@ pub fn run(args: &Args) -> Vec<Error> {
     match write(args) {
         Ok(out) => {
             let problems = problems(&out);
-            if problems.is_empty() {
-                let word = shell_word(&out.to_string_lossy()).into_owned();
-                tell(&format!("{word} is written; next: ft check {word}, ft plan {word}, ft run {word}"));
-            }
+            let word = shell_word(&out.to_string_lossy()).into_owned();
+            let next = match problems.is_empty() {
+                true => format!("next: ft check {word}, ft plan {word}, ft run {word}"),
+                false => "it has problems".into(),
+            };
+            tell(&format!("{word} is written; {next}"));
             problems
         }
         Err(e) => vec![e],

@@ -36,6 +36,11 @@ fn an_imported_recipe_runs() {
     assert_eq!(again.code, 2, "{}", again.err);
     assert!(again.err.contains("--overwrite"), "{}", again.err);
     w.ok(&["import", "mine.yml", "--overwrite", "--out", "mine.toml"]);
+    // a recipe with problems is there too
+    w.write("other.yml", axolotl().replace("lora_target_linear: true", "lora_target_modules: [nothing]"));
+    let other = w.ft(&["import", "other.yml"]);
+    assert!(other.code == 2 && other.err.contains("matches no module"), "{}: {}", other.code, other.err);
+    assert!(other.err.contains("other.toml is written") && w.path("other.toml").exists(), "{}", other.err);
 }
 
 /// Preferences of TRL and of LLaMA-Factory, whose data sets are described beside them.

@@ -29,7 +29,7 @@ pub use context::{Around, Fate};
 use context::{Context, Outcome, converted, needless, refused};
 use draft::{Draft, Set};
 pub use read::yaml_value;
-use read::{Entry, is_expansion, is_off};
+use read::{Entries, Entry, is_expansion, is_off};
 use std::collections::BTreeMap;
 use std::path::Path;
 use table::{How, NOTHING, TABLES, Tables, Tool, detect};
@@ -69,6 +69,9 @@ const ROUNDS: usize = 8;
 /// A file that cannot be read as YAML, JSON or a command line, or is of no known toolkit.
 pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, String> {
     let mut entries = read::read(text)?;
+    if read::is_command(text) {
+        add_file(&mut entries, around)?;
+    }
     let tables = TABLES.as_ref().ok_or("the table of keys is broken")?;
     let Some((name, tool)) = detect(tables, &entries) else {
         return Err("no key of axolotl, LLaMA-Factory, torchtune or TRL is in it".into());
@@ -117,6 +120,19 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
     Ok(Imported { tool: name, lines, recipe })
 }
 
+/// Adds the keys of the file of a command; keys of the command win.
+fn add_file(entries: &mut Entries, around: &dyn Around) -> Result<(), String> {
+    let Some(file) = entries.get(read::FILE).and_then(read::text) else { return Ok(()) };
+    let Some(inside) = around.read(&file) else {
+        return Err(format!("it trains by {file}, which is not at hand: ft import {file}"));
+    };
+    let keys = read::read(&inside).map_err(|e| format!("{file}: {e}"))?;
+    entries.list.retain(|e| e.path != read::FILE);
+    let added: Vec<Entry> = keys.list.into_iter().filter(|k| entries.get(&k.path).is_none()).collect();
+    entries.list.extend(added);
+    Ok(())
+}
+
 /// Converts one key.
 fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line {
     // torchtune's own keys alone: others mean other things there
@@ -142,6 +158,7 @@ fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line 
         Some(How::Refused(_)) if is_same() => needless("so it is here too"),
         Some(How::Refused(_)) if same.is_none() && is_off(&e.value) => needless("off"),
         Some(How::Refused(advice)) => refused(advice),
+        None if e.value.is_null() => needless("not set"),
         None => Outcome(Fate::Unknown, format!("= {}: no known key of {}", e.value, ctx.tool)),
     };
     let unfilled = is_expansion(&e.value) && fate <= Fate::Converted;

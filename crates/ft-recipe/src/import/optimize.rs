@@ -20,6 +20,10 @@ conversions! {
         true => ctx.take(&format!("optimizer.{}", e.path), e),
         false => needless("GaLore is not used"),
     },
+    "rate" => |ctx, e| match is_of_muon(ctx) {
+        true => refused("of Muon, many times that of AdamW: choose optimizer.lr"),
+        false => ctx.take("optimizer.lr", e),
+    },
     "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
     "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
 }
@@ -33,10 +37,18 @@ fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             _ => needless("use_galore chooses it"),
         };
     }
-    let taken = ctx.take_word("optimizer.name", e);
+    let mut taken = ctx.take_word("optimizer.name", e);
+    if taken.0 == Fate::NotSupported {
+        taken.1 += "; the learning rate is of that optimizer: choose optimizer.lr";
+    }
     let Some(own) = trainers_galore(ctx) else { return taken };
     let set: Vec<String> = own.iter().map(|(key, value)| ctx.set(key, *value, e)).collect();
     converted(format!("{}, {}: its own there", taken.1, set.join(", ")))
+}
+
+/// Whether Muon trains, whose updates have learning rates of another size.
+fn is_of_muon(ctx: &Context<'_>) -> bool {
+    ctx.is("use_muon") || ["optim", "optimizer"].iter().any(|key| ctx.word(key).contains("muon"))
 }
 
 /// Keys that differ from AdamW's defaults where transformers' Trainer trains with GaLore: it hands the learning rate
@@ -127,13 +139,15 @@ fn schedule_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 fn min_lr_ratio(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match (number(&e.value), ctx.number(&["learning_rate"])) {
+    let rate = ctx.number(&["learning_rate"]).filter(|_| !is_of_muon(ctx));
+    match (number(&e.value), rate) {
         (Some(ratio), Some(lr)) => {
             // to the digits that were written
             let min: f64 = format!("{:.12e}", ratio * lr).parse().unwrap_or(ratio * lr);
             let set = ctx.set("optimizer.min_lr", number_text(min), e);
             converted(format!("{set}: {ratio} x {lr:?}"))
         }
+        (Some(_), None) => refused("write optimizer.min_lr"),
         _ => needless("not set"),
     }
 }

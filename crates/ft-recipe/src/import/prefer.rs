@@ -8,6 +8,10 @@ use crate::syntax::quote;
 
 /// Keys that name the loss.
 const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
+/// First parts of keys that choose a loss without a counterpart.
+const OTHER_LOSSES: [&str; 7] =
+    ["use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "early_exit_loss", "diffusion", "kd_loss"];
+const NO_LOSS: &str = "it trains with a loss that ft does not have";
 /// The program of LLaMA-Factory, under whose name the command's verb is.
 const VERB: &str = "llamafactory-cli";
 
@@ -31,6 +35,14 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
         all.join(", ").rsplit('.').next().unwrap_or_default().to_lowercase()
     };
     let is = |key: &str| entries.get(key).and_then(truth) == Some(true);
+    for e in entries.list.iter().filter(|e| !is_off(&e.value)) {
+        let first = e.path.split('.').next().unwrap_or_default();
+        if OTHER_LOSSES.contains(&first) {
+            let instead =
+                if first == "kd_loss" { " (task = \"distill\" has the rows of ft logits)" } else { "" };
+            return Err(format!("{NO_LOSS}, {first}{instead}"));
+        }
+    }
     let named = match tool {
         "axolotl" if is("process_reward_model") => "process_reward_model".into(),
         "axolotl" if is("reward_model") => "reward".into(),
@@ -59,7 +71,7 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
         ("kto", "" | "sigmoid" | "kto") => Task::Kto,
         (named, "") => return Err(format!("it trains with a task that ft does not have, {named}")),
         (named, loss) => {
-            return Err(format!("it trains with a loss that ft does not have, {loss} of {named}"));
+            return Err(format!("{NO_LOSS}, {loss} of {named}"));
         }
     })
 }

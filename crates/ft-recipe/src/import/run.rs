@@ -3,7 +3,7 @@
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
-use crate::keys::Task;
+use crate::keys::{Kind, Task, find_key};
 use crate::syntax::quote;
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ const NODES: [&str; 2] = ["launch.nnodes", "launch.num_nodes"];
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
-    deepspeed, fsdp, launch, plugins, report_to, sampling, kept;
+    deepspeed, fsdp, launch, plugins, report_to, sampling, kept, epochs, timeout;
     "patience" => |ctx, e| ctx.take("run.patience", e),
     "saved" => |ctx, e| if e.line == 0 { per_epoch(ctx, e) } else { ctx.take("run.save_every", e) },
     "fsdp_version" => |ctx, e| match (number(&e.value), ctx.get("fsdp").is_none_or(is_off)) {
@@ -52,6 +52,15 @@ fn total_batch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match ctx.take("run.batch_rows", e) {
         Outcome(Fate::Taken, set) => converted(set + ": rows of a step"),
         other => other,
+    }
+}
+
+/// Epochs, where no number of steps ends the run.
+fn epochs(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let of_steps = |key: &&str| ctx.number(&[*key]).is_some_and(|n| n >= 1.0);
+    match ["max_steps", "max_steps_per_epoch"].into_iter().find(of_steps) {
+        Some(key) => needless(format!("{key} says the length")),
+        None => ctx.take("run.epochs", e),
     }
 }
 
@@ -132,6 +141,18 @@ fn kept(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         0 if saves => refused("every checkpoint is kept there, here the newest run.keep, 2 by default"),
         0 => needless("there are no checkpoints on the way"),
         _ => ctx.take("run.keep", e),
+    }
+}
+
+/// `ddp_timeout`, in seconds: the longest in place of longer ones.
+fn timeout(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    const KEY: &str = "parallel.timeout";
+    match (number(&e.value), find_key(KEY).map(|k| k.kind)) {
+        (Some(n), Some(Kind::Int(_, most))) if n > most as f64 => match ranks(ctx) > 1.0 {
+            true => converted(ctx.set(KEY, most.to_string(), e) + ": the longest"),
+            false => needless("one rank waits for no other"),
+        },
+        _ => ctx.take(KEY, e),
     }
 }
 
@@ -273,7 +294,7 @@ fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 
 /// Plugins of axolotl: fused kernels, or others.
 fn plugins(_: &mut Context<'_>, e: &Entry) -> Outcome {
-    let fused = ["LigerPlugin", "CutCrossEntropyPlugin"];
+    let fused = ["LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "ExpertParallelPlugin"];
     let all = words(&e.value);
     let names = all.iter().filter_map(|path| path.rsplit('.').next());
     let others: Vec<&str> = names.filter(|name| !fused.contains(name)).collect();

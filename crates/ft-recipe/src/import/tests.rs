@@ -316,6 +316,120 @@ fn types_of_axolotl_have_columns_and_prompts() {
     }
 }
 
+/// Rows of tokens are those of no type; `skip_prepare_dataset` is also of data that a processor reads.
+#[test]
+fn a_type_says_the_format_of_rows() {
+    let text = AXOLOTL.replace("a.jsonl}", "a.jsonl, type: chat_template}, {path: b.jsonl}");
+    let formats: Vec<Option<Format>> =
+        recipe(&format!("{text}skip_prepare_dataset: true\n")).data.train.iter().map(|s| s.format).collect();
+    assert_eq!(formats, [Some(Format::Messages), Some(Format::Tokens)]);
+}
+
+/// Fused matrices of experts are targets of axolotl's LoRA, beside modules or alone.
+#[test]
+fn matrices_of_experts_are_targets() {
+    let experts = "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n";
+    let modules = |more: &str| recipe(&format!("{AXOLOTL}{more}")).train.remove(0).modules;
+    assert_eq!(modules(experts), ["experts"]);
+    assert_eq!(modules(&format!("{experts}lora_target_modules: [q_proj]\n")), ["experts", "q_proj"]);
+    assert_eq!(modules(&format!("lora_target_modules: [q_proj]\n{experts}")), ["q_proj", "experts"]);
+}
+
+/// The learning rate of Muon is not AdamW's, which stands in its place.
+#[test]
+fn the_rate_of_muon_is_left_out() {
+    let muon = of(&format!("{AXOLOTL}optimizer: muon\nlearning_rate: 0.02\ncosine_min_lr_ratio: 0.1\n"));
+    let fates = ["optimizer", "learning_rate", "cosine_min_lr_ratio"].map(|key| fate(&muon, key));
+    assert_eq!(fates, [Fate::NotSupported; 3], "{}", listing(&muon));
+    assert_eq!(parsed(&muon).optimizer.lr, None);
+    let four = recipe(&format!("{AXOLOTL}optimizer: adamw_torch_4bit\nlearning_rate: 0.02\n")).optimizer;
+    assert_eq!((four.name, four.lr), (OptimizerName::Adamw8bit, Some(0.02)));
+}
+
+/// Random weights, and timeouts without end.
+#[test]
+fn a_model_may_begin_anew_and_wait_long() {
+    let full = AXOLOTL.replace("adapter: lora\n", "");
+    let weights = |more: &str| recipe(&format!("{full}{more}")).model.weights;
+    assert_ne!(weights("reinit_weights: true\n"), weights(""));
+    let long = format!("{FACTORY}ddp_timeout: 180000000\n");
+    assert_eq!(fate(&of(&long), "ddp_timeout"), Fate::NoEffect);
+    let script = "torchrun --nproc_per_node 4 sft.py --model_name_or_path m --dataset_name d --use_peft";
+    assert_eq!(recipe(&format!("{script} --ddp_timeout 180000000")).parallel.timeout, 1_000_000);
+}
+
+/// A number of steps ends a run, whatever the epochs.
+#[test]
+fn steps_win_over_epochs() {
+    for text in [
+        format!("{TRL}max_steps: 5\n"),
+        format!("{TRL}max_steps: 5\nnum_train_epochs: 2\n"),
+        format!("{AXOLOTL}max_steps: 5\nnum_epochs: 2\n"),
+        format!("{TUNE}max_steps_per_epoch: 5\nepochs: 1\n"),
+    ] {
+        let written = of(&text).recipe.unwrap_or_default();
+        assert!(written.contains("steps = 5") && !written.contains("epochs ="), "{text}\n{written}");
+    }
+    assert!(of(&format!("{TRL}max_steps: -1\n")).recipe.is_ok_and(|r| r.contains("epochs = 3")));
+}
+
+/// Data sets of alignment-handbook, in its two forms.
+#[test]
+fn mixtures_of_the_handbook_are_sources() {
+    let model = "model_name_or_path: m\nuse_peft: true\nchat_template: own.jinja\nwandb_project: w\nwandb_entity: e\n";
+    let text = format!(
+        "{model}dataset_mixture:\n  datasets:\n    - {{id: a/b, config: c, split: train_sft, columns: [x], weight: 1.0}}\n    \
+         - {{id: d/e, weight: 0.5}}\n  seed: 0\n  test_split_size: 0.1\n"
+    );
+    let imported = of(&text);
+    assert_eq!(imported.tool, "TRL");
+    assert!(imported.lines.iter().all(|l| l.fate != Fate::Unknown), "{}", listing(&imported));
+    assert_eq!(fate(&imported, "dataset_mixture.datasets.1.weight"), Fate::NotSupported);
+    let data = parsed(&imported).data;
+    let shown = |s: &crate::keys::Source| [Some(s.source.clone()), s.config.clone(), s.split.clone()];
+    let words = |words: [&str; 3]| words.map(|w| Some(w.to_string()).filter(|w| !w.is_empty()));
+    let shown = data.train.iter().map(shown).collect::<Vec<_>>();
+    assert_eq!(shown, [words(["a/b", "c", "train_sft"]), words(["d/e", "", "train"])]);
+    assert_eq!((data.eval_share, data.chat_template), (0.1, Some("own.jinja".into())));
+    let older = of(&format!(
+        "{model}dataset_mixer: {{a/b-1.5: 1.0, d/e: 0.5}}\ndataset_splits: [train_sft, test_sft]\n"
+    ));
+    let fates = ["a/b-1.5", "d/e"].map(|name| fate(&older, &format!("dataset_mixer.{name}")));
+    assert_eq!(fates, [Fate::Converted, Fate::NotSupported], "{}", listing(&older));
+    let data = parsed(&older).data;
+    assert_eq!([&data.train, &data.eval].map(|list| list.len()), [2, 2]);
+    assert_eq!((data.eval[1].source.as_str(), data.eval[1].split.as_deref()), ("d/e", Some("test_sft")));
+}
+
+/// A command may train by a file, over whose keys its flags come.
+#[test]
+fn a_command_may_train_by_a_file() {
+    struct Files;
+    impl Around for Files {
+        fn read(&self, path: &str) -> Option<String> {
+            match path {
+                "t.yaml" => {
+                    Some("model_name_or_path: m\ndataset_name: d\nbeta: 0.2\nuse_peft: true\n".into())
+                }
+                "f.yaml" => Some(format!("{FACTORY}stage: kto\n")),
+                "x.yml" => Some(AXOLOTL.into()),
+                _ => None,
+            }
+        }
+    }
+    for (command, task, beta) in [
+        ("trl dpo --config t.yaml", Task::Dpo, 0.2),
+        ("accelerate launch scripts/dpo.py --config t.yaml --beta 0.4", Task::Dpo, 0.4),
+        ("llamafactory-cli train f.yaml", Task::Kto, 0.1),
+        ("axolotl train x.yml", Task::Sft, 0.1),
+    ] {
+        let r = parsed(&import(command, "a.sh", &Files).expect(command));
+        assert_eq!((r.task, r.preference.beta(Task::Dpo)), (task, beta), "{command}");
+    }
+    let error = import("llamafactory-cli train y.yaml\n", "a.sh", &Files).expect_err("no file");
+    assert!(error.contains("ft import y.yaml"), "{error}");
+}
+
 /// Ranks of TRL's own command.
 #[test]
 fn ranks_may_stand_behind_the_verb() {
@@ -346,6 +460,22 @@ fn another_task_is_refused_by_name() {
         ("trl prm --model_name_or_path m --dataset_name d", "prm"),
         ("base_model: m\nprocess_reward_model: true\ndatasets: [{path: a}]", "process_reward_model"),
         ("python examples/grpo.py --model_name_or_path m --dataset_name d", "grpo"),
+        ("python examples/ppo/ppo_tldr.py --model_name_or_path m --dataset_name d --use_peft", "ppo"),
+        ("python examples/scripts/dpo_online.py --model_name_or_path m --dataset_name d", "online"),
+        ("model_name_or_path: m\nfinetuning_type: lora\ndataset: a\nuse_dft_loss: true", "use_dft_loss"),
+        ("base_model: m\nadapter: lora\ndatasets: [{path: a}]\nuse_eaft: true", "use_eaft"),
+        ("base_model: m\nadapter: lora\ndatasets: [{path: a}]\ndiffusion: {eps: 0.1}", "diffusion"),
+        (
+            "model: {_component_: x.lora_qwen2_7b}\ncheckpointer: {checkpoint_dir: m}\n\
+             dataset: {_component_: chat_dataset, source: d}\nkd_loss: {_component_: x.ForwardKLLoss}\n",
+            "task = \"distill\"",
+        ),
+        (
+            "base_model: m\nadapter: lora\ndatasets: [{path: a}]\nlora_target_parameters: [mlp.experts.w1]",
+            "lora_target_parameters names no modules",
+        ),
+        ("compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16", "accelerate"),
+        ("model: m\ntrain_dataset: data/a.yaml\noutput_dir: o\nlearning_rate: 1.0e-4", "trainer v1"),
         ("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nbeta: 0.2", "`command: dpo`"),
         ("model_name_or_path: m\ndataset_name: d\nreward_funcs: [think_format_reward]", "grpo"),
         ("llamafactory-cli export --model_name_or_path m --export_dir o", "llamafactory-cli export does not"),
@@ -827,6 +957,20 @@ fn values_that_lose_something_are_not_supported() {
         (axolotl, "max_prompt_len: 512", Fate::NotSupported),
         (axolotl, "merge_lora: true", Fate::NoEffect),
         (axolotl, "ddp_timeout: 600", Fate::Taken),
+        (axolotl, "processor_type: AutoProcessor", Fate::NotSupported),
+        (axolotl, "torchdistx_path:", Fate::NoEffect),
+        (axolotl, "skip_prepare_dataset: true", Fate::NoEffect),
+        (axolotl, "pretrain_multipack_attn: true", Fate::NoEffect),
+        (axolotl, "pretrain_multipack_attn: false", Fate::NotSupported),
+        (axolotl, "bnb_config_kwargs: {bnb_4bit_use_double_quant: true}", Fate::NoEffect),
+        (axolotl, "bnb_config_kwargs: {bnb_4bit_use_double_quant: false}", Fate::NotSupported),
+        (axolotl, "expert_parallel_size: 1", Fate::Taken),
+        (axolotl, "plugins: [axolotl.integrations.kernels.KernelsPlugin]", Fate::NoEffect),
+        (axolotl, "tokenizer_use_mistral_common: true", Fate::NotSupported),
+        (factory, "context_parallel_size: 1", Fate::Taken),
+        (factory, "kt_config: {kt_backend: AMX}", Fate::NoEffect),
+        (factory, "fp8: true", Fate::NotSupported),
+        (trl, "chat_template: '{% for m in messages %}{{ m }}{% endfor %}'", Fate::NotSupported),
         (axolotl, "lora_target_modules: 'layers[.][0-9]{1,2}[.]self_attn[.](q|v)_proj'", Fate::Converted),
         (axolotl, "lora_target_modules: 'q_proj, v_proj'", Fate::Taken),
         (axolotl, "fsdp_version: 2", Fate::NoEffect),

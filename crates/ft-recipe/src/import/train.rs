@@ -4,7 +4,7 @@ use super::context::{Context, Convert, Fate, Outcome, conversions, converted, ne
 use super::draft::{Set, number_text};
 use super::prefer::reads_pairs;
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
-use super::tune::is_lora;
+use super::tune::{is_lora, target};
 use crate::check::module_regex;
 use crate::keys::{Decomposition, Method, Task};
 use crate::syntax::quote;
@@ -13,7 +13,8 @@ use serde_json::Value;
 conversions! {
     method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial,
     four_bits, bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file,
-    template_name, template_text, thinking, factory_packing, share, special_token, adapters, nested;
+    template_name, template_text, thinking, factory_packing, share, special_token, adapters, nested, parameters,
+    prepared;
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
     "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
     "last_turn" => |ctx, e| ctx.switch("data.mask", quote("last"), e),
@@ -140,6 +141,19 @@ fn all_linear(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
         Some(true) => modules(ctx, &Entry { value: "all".into(), ..e.clone() }),
         _ => needless("off"),
+    }
+}
+
+/// `lora_target_parameters`: matrices of experts.
+fn parameters(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let named = words(&e.value);
+    let both = ["gate_up_proj", "down_proj"]
+        .iter()
+        .all(|matrix| named.iter().any(|n| n.ends_with(&format!("experts.{matrix}"))));
+    match () {
+        () if is_off(&e.value) => needless("not set"),
+        () if both && named.len() == 2 => target(ctx, e, "experts"),
+        () => refused("\"experts\" in the modules of a [[train]] rule, which has all matrices of experts"),
     }
 }
 
@@ -372,6 +386,21 @@ fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     outcome
 }
 
+/// axolotl's `skip_prepare_dataset`: rows of tokens, where no type says otherwise.
+fn prepared(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if is_off(&e.value) {
+        return needless("off");
+    }
+    let has = |i: usize, key: &str| ctx.draft.get(&format!("data.train.{i}.{key}")).is_some();
+    let bare: Vec<usize> = (0..).take_while(|i| has(*i, "source")).filter(|i| !has(*i, "format")).collect();
+    let tokens = |i: usize| ctx.set(&format!("data.train.{i}.format"), quote("tokens"), e);
+    let set: Vec<String> = bare.into_iter().map(tokens).collect();
+    match set.is_empty() {
+        true => needless("the type of the data says its format"),
+        false => converted(set.join(", ")),
+    }
+}
+
 /// Evaluation data: a share of the samples, or their number.
 fn share(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match number(&e.value) {
@@ -394,6 +423,11 @@ pub(super) fn rules(ctx: &mut Context<'_>) {
         Some(found) => found,
         None if full => {
             (groups(ctx).into_iter().filter(|g| g != "new_tokens").collect(), "every weight trains".into())
+        }
+        // its LoRA has no targets by default
+        None if ctx.tool == "axolotl" && ctx.get("lora_target_parameters").is_some_and(|p| !is_off(p)) => {
+            ctx.other_task.get_or_insert_with(|| "lora_target_parameters names no modules of ft".into());
+            return;
         }
         // an adapter to go on from has its own
         None if ctx.draft.get("lora.init").is_some_and(goes_on) => return,

@@ -7,8 +7,8 @@ use crate::syntax::quote;
 
 conversions! {
     tune_model, tune_folder, tune_reference, length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
-    "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
-    "tune_head" => |ctx, e| target(ctx, e, "head")
+    "tune_mlp" => |ctx, e| switched(ctx, e, "mlp"),
+    "tune_head" => |ctx, e| switched(ctx, e, "head")
 }
 
 fn last(path: &str) -> &str {
@@ -65,17 +65,24 @@ fn tune_model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// `apply_lora_to_mlp`, `apply_lora_to_output`
-fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
+fn switched(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
     match truth(&e.value) {
-        Some(true) if ctx.method == Method::Lora => {
-            let (mut modules, origin) = ctx.modules.take().unwrap_or((Vec::new(), e.path.clone()));
-            modules.push(module.to_string());
-            ctx.modules = Some((modules, origin));
-            converted(format!("{module:?} in train.0.modules"))
-        }
-        Some(true) => needless("every weight trains: there is no LoRA"),
+        Some(true) => target(ctx, e, module),
         _ => needless("off"),
     }
+}
+
+/// Adds a target of LoRA.
+pub(super) fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
+    if ctx.method == Method::Full {
+        return needless("every weight trains: there is no LoRA");
+    }
+    let (mut modules, origin) = ctx.modules.take().unwrap_or((Vec::new(), e.path.clone()));
+    if !modules.iter().any(|m| m == module) {
+        modules.push(module.to_string());
+    }
+    ctx.modules = Some((modules, origin));
+    converted(format!("{module:?} in train.0.modules"))
 }
 
 /// The folder of a model in Hugging Face's layout.

@@ -12,12 +12,14 @@ use crate::syntax::quote;
 use source::Source;
 
 /// First parts of keys of configurations that do not train, with what these do.
-const OTHERS: [(&str, &str); 5] = [
+const OTHERS: [(&str, &str); 7] = [
     ("tasks", "it evaluates a model; ft eval does so on rows"),
     ("prompt", "it answers a prompt, as ft chat does"),
     ("infer_backend", "it answers prompts, as ft chat and ft serve do"),
     ("export_dir", "it exports a model, as ft merge does"),
     ("quantizer", "it quantizes a model"),
+    ("compute_environment", "it is accelerate's: ranks and sharding are keys of [parallel]"),
+    ("train_dataset", "it is of LLaMA-Factory's trainer v1, whose keys are not known"),
 ];
 
 /// Why there is no recipe for a configuration without training data, in words.
@@ -28,7 +30,7 @@ pub(super) fn missing(ctx: &Context<'_>) -> Option<String> {
     let has = |key: &str| ctx.entries.list.iter().any(|e| e.path.split('.').next() == Some(key));
     let key = match ctx.tool {
         "axolotl" => "datasets",
-        "TRL" => "dataset_name",
+        "TRL" => "dataset_name, datasets or dataset_mixture",
         _ => "dataset",
     };
     let other = OTHERS.iter().find(|(key, _)| has(key));

@@ -9,7 +9,9 @@ use std::iter::Peekable;
 use std::str::Chars;
 
 /// Words that begin the trainer's own flags: those before are the launcher's.
-const PROGRAMS: [&str; 3] = ["trl", FACTORY, "tune"];
+const PROGRAMS: [&str; 4] = ["trl", FACTORY, TUNE, AXOLOTL];
+const AXOLOTL: &str = "axolotl";
+const TUNE: &str = "tune";
 const FACTORY: &str = "llamafactory-cli";
 /// The program of LLaMA-Factory as a module.
 const FACTORY_MODULE: &str = "llamafactory.cli";
@@ -22,10 +24,39 @@ const FIRST: [&str; 6] = ["trl", "accelerate", "torchrun", "deepspeed", FACTORY,
 /// Programs before a command, with options of their own.
 const RUNNERS: [&str; 10] =
     ["env", "exec", "nohup", "time", "uv", "uvx", "srun", "mpirun", "conda", "poetry"];
-/// Scripts of TRL with the task as their name.
-const SCRIPTS: [&str; 9] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "reward_modeling", "gkd"];
+/// Tasks in names of scripts, also of tasks that ft lacks; the first one found counts.
+const TASKS: [&str; 26] = [
+    "online",
+    "dpo",
+    "kto",
+    "orpo",
+    "cpo",
+    "grpo",
+    "rloo",
+    "gkd",
+    "gold",
+    "ppo",
+    "xpo",
+    "nash",
+    "bco",
+    "prm",
+    "tpo",
+    "mpo",
+    "gspo",
+    "papo",
+    "sdft",
+    "sdpo",
+    "ssd",
+    "distillation",
+    "minillm",
+    "reward",
+    "diffusion",
+    "ebft",
+];
 /// Further scripts and verbs of training.
 const TRAINS: [&str; 2] = ["sft", "train"];
+/// The key of a file that a command trains by.
+pub(in crate::import) const FILE: &str = "config";
 /// Variables of the environment that a trainer reads.
 const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
 
@@ -43,8 +74,14 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
             "line {second}: a second training command, after that of line {first}: write it into a file of its own"
         ));
     }
-    let best = commands.into_iter().max_by_key(|c| (trains(c), flags(c))).filter(|c| flags(c) > 0);
+    let best = commands.into_iter().max_by_key(|c| (trains(c), flags(c)));
+    let best = best.filter(|c| trains(c) || flags(c) > 0);
     let command = best.ok_or("there is no command with --flags in it")?;
+    if trains(&command) && command.iter().any(|(word, _)| word == TUNE) {
+        return Err(
+            "it trains by the file of --config: ft import that file (tune cp copies torchtune's own)".into(),
+        );
+    }
     let mut entries = entries(&command);
     once(&entries.list)?;
     let read = variables.into_iter().filter(|(name, _)| VARIABLES.contains(&name.as_str()));
@@ -66,6 +103,7 @@ fn starts_command(line: &str) -> bool {
     let mut words = words.iter().map(String::as_str).skip_while(|w| assigned(w).is_some());
     match words.next() {
         Some(word) if RUNNERS.contains(&word) => words.any(is_first),
+        Some(AXOLOTL | TUNE) => words.next().is_some_and(|verb| verb == "train" || verb == "run"),
         Some(word) => is_first(word) && words.next().is_some(),
         None => false,
     }
@@ -202,15 +240,26 @@ fn stem(word: &str) -> &str {
     name.strip_suffix(".py").or_else(|| name.rsplit('.').next()).unwrap_or_default()
 }
 
-/// Whether a command trains, by the verb of its program, or by the name of a script or module with flags.
+/// The task in the name of a script: `run_dpo`, `dpo_vlm`, `reward_modeling`.
+fn task_in(stem: &str) -> Option<&'static str> {
+    TASKS.into_iter().find(|task| stem.split(['_', '-']).any(|word| word == *task))
+}
+
+/// Whether a word names a configuration.
+fn is_file(word: &str) -> bool {
+    [".yaml", ".yml", ".json"].iter().any(|ending| word.ends_with(ending))
+}
+
+/// Whether a command trains, by the verb of its program, or by the name of a script or module with flags or a
+/// configuration.
 fn trains(command: &[(String, usize)]) -> bool {
     let Some(program) = (0..command.len()).find(|i| is_program(command, *i)) else { return false };
-    let is_task = |word: &str| SCRIPTS.contains(&word) || TRAINS.contains(&word);
+    let is_task = |word: &str| task_in(word).is_some() || TRAINS.contains(&word);
     let (word, rest) = (command[program].0.as_str(), &command[program + 1..]);
     if PROGRAMS.contains(&word) || word == FACTORY_MODULE {
-        return rest.first().is_some_and(|(verb, _)| is_task(verb));
+        return rest.first().is_some_and(|(verb, _)| is_task(verb) || word == TUNE && verb == "run");
     }
-    is_task(stem(word)) && rest.iter().any(|(w, _)| w.starts_with("--"))
+    is_task(stem(word)) && rest.iter().any(|(w, _)| w.starts_with("--") || is_file(w))
 }
 
 /// Refuses a flag of the trainer given twice.
@@ -245,17 +294,27 @@ fn entries(command: &[(String, usize)]) -> Entries {
             };
             let path = if before { format!("launch.{name}") } else { name };
             list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
+        } else if program.is_some_and(|p| p < i && i <= p + 2)
+            && is_file(word)
+            && !command[i - 1].0.starts_with('-')
+        {
+            list.push(Entry { path: FILE.into(), value: word.as_str().into(), line: *line });
         } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
-            let of_factory = program.is_some_and(|p| [FACTORY, FACTORY_MODULE].contains(&&*command[p].0));
-            let path = if of_factory { FACTORY } else { "command" };
+            let path = match program.map(|p| command[p].0.as_str()) {
+                Some(FACTORY | FACTORY_MODULE) => FACTORY,
+                // its file says the task
+                Some(AXOLOTL) => continue,
+                _ => "command",
+            };
             list.push(Entry { path: path.into(), value: word.as_str().into(), line: *line });
         } else if program == Some(i)
             || program.is_none() && list.is_empty()
             || before && (list.is_empty() || word.starts_with('-'))
         {
             // names of the launcher and the program, short options; a script or module may be the task's
-            let task = stem(word);
-            if program == Some(i) && SCRIPTS.contains(&task) {
+            if program == Some(i)
+                && let Some(task) = task_in(stem(word))
+            {
                 list.push(Entry { path: "command".into(), value: task.into(), line: *line });
             }
         } else if word == "$@" || word == "$*" {
@@ -295,6 +354,17 @@ mod tests {
         7:learning_rate=0.00002
         7:output_dir="a b"
         "#);
+        for (script, task) in [
+            ("scripts/run_dpo.py", "dpo"),
+            ("dpo_vlm.py", "dpo"),
+            ("dpo_online.py", "online"),
+            ("ppo/ppo_tldr.py", "ppo"),
+            ("nash_md.py", "nash"),
+            ("reward_modeling.py", "reward"),
+        ] {
+            let list = read(&format!("python {script} --a 1")).unwrap().list;
+            assert_eq!((list[0].path.as_str(), &list[0].value), ("command", &task.into()), "{script}");
+        }
         let list = read("trl dpo --beta 0.1").unwrap().list;
         assert_eq!((list[0].path.as_str(), &list[0].value), ("command", &"dpo".into()));
         let text = "A=1\ntrl sft --a ${A:-2}$A --b \"${B:-c/d}\" --e ${E} --f x-$(date +%F) --g $((8 / 2)) $G \"$@\"\n";
@@ -310,6 +380,8 @@ mod tests {
         $@=true
         "#);
         assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
+        assert!(!is_command("description: |\n  axolotl is a toolkit\n  tune the model\n"));
+        assert!(read("tune run full --config llama3/8B_full\n").unwrap_err().contains("ft import"));
         assert!(!is_command("---\nbase_model: x\ntime: 3\npython_version: 3\ntrl:\n  beta: 1\n"));
     }
 
@@ -383,6 +455,10 @@ mod tests {
             ("time trl sft --a '<|x|>' 2>err >>out", "command=\"sft\" a=\"<|x|>\""),
             ("srun --gpus 4 env A=1 trl kto --a 1", "launch.gpus=[4,\"env\",\"A=1\"] command=\"kto\" a=1"),
             ("deepspeed --num_gpus 2 x.py --a 1", "launch.num_gpus=2 a=1"),
+            ("llamafactory-cli train a.yaml", "llamafactory-cli=\"train\" config=\"a.yaml\""),
+            ("axolotl train a.yml --a 1", "config=\"a.yml\" a=1"),
+            ("accelerate launch src/train.py a.json", "config=\"a.json\""),
+            ("trl sft --config a.yaml --a b.json", "command=\"sft\" config=\"a.yaml\" a=\"b.json\""),
         ] {
             assert!(is_command(text), "{text}");
             let list = read(text).unwrap().list;

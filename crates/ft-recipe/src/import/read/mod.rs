@@ -6,6 +6,7 @@ mod scalar;
 mod yaml;
 
 pub(super) use entries::{Entries, Entry};
+pub(super) use flags::{FILE, is_command};
 pub(super) use scalar::{is_expansion, is_off, number, text, truth, words};
 pub use yaml::value as yaml_value;
 
@@ -14,5 +15,5 @@ pub use yaml::value as yaml_value;
 /// # Errors
 /// Syntax errors, with the line.
 pub(super) fn read(text: &str) -> Result<Entries, String> {
-    if flags::is_command(text) { flags::read(text) } else { yaml::read(text) }
+    if is_command(text) { flags::read(text) } else { yaml::read(text) }
 }

@@ -4,6 +4,7 @@ use super::entries::{Entries, MOST, twice};
 use super::scalar::scalar;
 use saphyr_parser::{Event, Parser, ScalarStyle, Span};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 
 /// Depth of nesting at the most.
@@ -11,6 +12,12 @@ const DEEPEST: usize = 32;
 
 /// Bytes of text that aliases copy at the most.
 const MOST_COPIED: usize = 64 << 20;
+
+/// The parser's error at a line in brackets with less indentation than the key, and a quoted text or a bracket first.
+/// It is valid YAML.
+const SHALLOW: &str = "invalid indentation";
+/// Such lines of a text at most.
+const MOST_SHALLOW: usize = 64;
 
 /// A list or table that is being read.
 struct Open {
@@ -38,22 +45,38 @@ pub fn value(text: &str, most: usize) -> Result<Value, String> {
     Ok(read_document(text, most, false)?.root.unwrap_or_default())
 }
 
-/// Reads the first document; `only` refuses a second one, and a repeated key of a table.
+/// Reads the first document, with [`SHALLOW`] lines indented; `only` refuses a second one, and a repeated key of a
+/// table.
 fn read_document(text: &str, most: usize, only: bool) -> Result<Reader, String> {
+    let mut text = Cow::Borrowed(text);
+    let mut shallow = 0;
+    loop {
+        match events(&text, most, only) {
+            Err((line, what)) if what == SHALLOW && shallow < MOST_SHALLOW => {
+                let start: usize =
+                    text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+                text.to_mut().insert_str(start, &" ".repeat(2 * DEEPEST));
+                shallow += 1;
+            }
+            read => return read.map_err(|(line, what)| format!("line {line}: {what}")),
+        }
+    }
+}
+
+/// Reads the first document; an error has its line.
+fn events(text: &str, most: usize, only: bool) -> Result<Reader, (usize, String)> {
     let mut reader = Reader { most, only, ..Reader::default() };
     let mut ended = false;
     for event in Parser::new_from_str(text) {
-        let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
+        let (event, span) = event.map_err(|e| (e.marker().line(), e.info().to_string()))?;
+        let line = span.start.line();
         match event {
             Event::DocumentEnd if only => ended = true,
             Event::DocumentEnd => break,
             Event::DocumentStart(_) if ended => {
-                let line = span.start.line();
-                return Err(format!(
-                    "line {line}: a second document begins: write it into a file of its own"
-                ));
+                return Err((line, "a second document begins: write it into a file of its own".into()));
             }
-            event => reader.event(event, span).map_err(|e| format!("line {}: {e}", span.start.line()))?,
+            event => reader.event(event, span).map_err(|what| (line, what))?,
         }
     }
     Ok(reader)
@@ -249,6 +272,21 @@ mod tests {
         };
         assert!(copies(64).is_ok());
         assert!(copies(65).unwrap_err().ends_with("line 2: aliases of more than 64 MiB"));
+    }
+
+    /// Lines of a list in brackets may be indented less than its key.
+    #[test]
+    fn brackets_end_indentation() {
+        let names = serde_json::json!(["a", "b"]);
+        for text in ["k: [\n  \"a\",\n  'b'\n]\nl: 1\n", "k: [\n\"a\",\n\"b\"\n]\nl: 1\n"] {
+            let read = read(text).unwrap();
+            assert_eq!(read.get("k"), Some(&names), "{text}");
+            assert_eq!(read.list.iter().map(|e| e.line).collect::<Vec<_>>(), [1, text.lines().count()]);
+        }
+        let nested = "o:\n  k: [\n    \"a\",\n    \"b\",\n  ]\n  m: {\n    \"n\": \"b\"\n}\n";
+        assert_eq!(value(nested, 99).unwrap(), serde_json::json!({"o": {"k": names, "m": {"n": "b"}}}));
+        let endless = "k: [\"a\"\n]\n".repeat(MOST_SHALLOW + 1);
+        assert!(value(&endless, 999).unwrap_err().ends_with("invalid indentation"));
     }
 
     /// Keys of a merged table may be given again; the tables of dataset cards may have keys twice.
