@@ -38,7 +38,7 @@ mod tests;
 
 pub use error::{Error, Problem};
 pub use read::classes::classes_of;
-pub use read::detect::{Shape, detect, task_of};
+pub use read::detect::{Shape, detect, shape_in, task_of};
 pub use read::files::splits::{is_data, splits};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;

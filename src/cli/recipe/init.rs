@@ -5,7 +5,7 @@ use super::plan::gpu;
 use crate::cli::console::print;
 use crate::infer::{usage, words};
 use ft_base::store;
-use ft_base::terminal::{shell_word, tell, width, wrap};
+use ft_base::terminal::{shell_word, tell, warn, width, wrap};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::{card, source};
@@ -55,26 +55,21 @@ pub struct Args {
 /// Asks on stdin for missing options, and writes the recipe.
 ///
 /// # Errors
-/// Invalid answers; an existing file; a closed stdin.
+/// Invalid answers; an existing file; a closed stdin. Data that needs other keys, after the recipe is written.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
     if path.exists() && !args.overwrite {
         let what = format!("{} is there already\n  hint: another name, or --overwrite", path.display());
         return Err(usage(what));
     }
-    let ask = |given: &Option<String>, question: &str, default: &str| match given {
-        Some(answer) => Ok(answer.clone()),
-        None => answer(question, default),
-    };
-    let model = ask(&args.model, "Model (hub id or folder)", "Qwen/Qwen3-0.6B")?;
-    let data = ask(&args.data, "Training data (file, folder, pattern or hub dataset)", "data/train.jsonl")?;
+    let any = |answer: &str| Ok(answer.to_string());
+    let model = ask(args.model.as_deref(), ("Model (hub id or folder)", "Qwen/Qwen3-0.6B"), any)?;
+    let data = "Training data (file, folder, pattern or hub dataset)";
+    let data = ask(args.data.as_deref(), (data, "data/train.jsonl"), any)?;
     let methods = METHODS.iter().map(|(w, what)| format!("{w}: {what}")).collect::<Vec<_>>().join("; ");
-    let method = ask(&args.method, &format!("Method ({methods})"), "lora")?;
+    let method = ask(args.method.as_deref(), (&format!("Method ({methods})"), "lora"), method_of)?;
     let memory = "Memory of the card, such as 24GB, or its name, such as L4 (free: the free memory)";
-    let memory = budget(&ask(&args.memory, memory, "free")?)?;
-    if !METHODS.iter().any(|(w, _)| *w == method) {
-        return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
-    }
+    let memory = ask(args.memory.as_deref(), (memory, "free"), budget)?;
     if args.labels.is_empty() == (args.task == Some(Task::Classify)) {
         return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
     }
@@ -95,23 +90,67 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     // an unavailable model is no error here: `ft check` reports it
     let found = match source::find(&parse(&task, None)?) {
         Ok(found) => Some(found),
-        Err(e) if e.of::<ft_hub::Error>().is_some() => None,
+        Err(e) if e.of::<ft_hub::Error>().is_some() => {
+            warn(&format!("the model's config is not at hand: {e}"));
+            None
+        }
         Err(e) => return Err(e),
     };
     let config = found.as_ref().map(|found| &found.config);
-    let measured = Measured::of(&parse(&task, config)?, found.as_ref())?;
-    let text = of(&task, &measured, config);
-    store::write_atomic(&path, text.as_bytes())?;
-    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
+    let mut measured = Measured::default();
+    let outcome = measured.read(&parse(&task, config)?, found.as_ref());
+    if outcome.as_ref().is_err_and(|e| !is_for_a_key(e)) {
+        return outcome;
+    }
+    store::write_atomic(&path, of(&task, &measured, config).as_bytes())?;
+    let next = format!("ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy()));
+    if outcome.is_err() {
+        tell(&format!("{} is written; mend the error below, then {next}", path.display()));
+        return outcome;
+    }
+    tell(&format!("next: {next}"));
     print(&format!("{}\n", path.display()))
 }
 
-/// Value of `memory.budget` of a card's name; sizes and "free" are left as they are.
+/// Whether an error is one of data that is there, which a key of the recipe may solve.
+fn is_for_a_key(e: &ft_base::Error) -> bool {
+    e.of::<ft_data::Error>().is_some_and(|e| !matches!(e, ft_data::Error::Missing { .. }))
+}
+
+/// A training method by its name, in any case.
+fn method_of(answer: &str) -> ft_base::Result<String> {
+    let known = METHODS.iter().find(|(word, _)| word.eq_ignore_ascii_case(answer));
+    let known = known.map(|(word, _)| word.to_string());
+    known.ok_or_else(|| usage(format!("{answer:?} is no method\n  hint: lora, qlora or full")))
+}
+
+/// Value of `memory.budget` of a card's name or of gigabytes; other sizes and "free" are left as they are.
 fn budget(memory: &str) -> ft_base::Result<String> {
     match card(memory) {
         Some((_, bytes)) => Ok(format!("{}MiB", bytes >> 20)),
-        None if memory == "free" || memory.starts_with(|c: char| c.is_ascii_digit()) => Ok(memory.into()),
-        None => Ok(gpu("--memory", memory)?.1),
+        None if memory.eq_ignore_ascii_case("free") => Ok("free".into()),
+        None => match gpu("--memory", memory) {
+            Err(_) if memory.starts_with(|c: char| c.is_ascii_digit()) => Ok(memory.into()),
+            found => Ok(found?.1),
+        },
+    }
+}
+
+/// The value of an option, or of the answer to a question with a default. On a terminal, asks again after an invalid
+/// answer.
+fn ask(
+    given: Option<&str>,
+    (question, default): (&str, &str),
+    value: impl Fn(&str) -> ft_base::Result<String>,
+) -> ft_base::Result<String> {
+    if let Some(given) = given {
+        return value(given);
+    }
+    loop {
+        match value(&answer(question, default)?) {
+            Err(e) if io::stdin().is_terminal() => warn(&e.to_string()),
+            value => return value,
+        }
     }
 }
 
@@ -198,15 +237,13 @@ fn text(
         "full" => format!("{modules}\nmethod = \"full\"\n"),
         _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
     };
-    let Length { pack, batch_rows, epochs, steps } =
-        length.unwrap_or(Length { pack: true, batch_rows: 16, epochs: 1, steps: 500 });
-    let longest = config.map_or(LONGEST, |c| c.reach().min(LONGEST));
-    out += &format!(
-        "\n[data]\ntrain = [{source}]         # the format was found by the first row\n\
-         eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
-         {:<33} # tokens a row at the most: ft data shows what it cuts\n",
-        format!("max_length = {longest}")
-    );
+    let Length { pack, batch_rows, epochs, steps, evaluates } = length.unwrap_or_default();
+    out += &format!("\n[data]\ntrain = [{source}]         # the format was found by the first row\n");
+    if evaluates {
+        out += "eval_share = 0.02                 # of the rows: evaluated on, not trained on\n";
+    }
+    let longest = format!("max_length = {}", config.map_or(LONGEST, |c| c.reach().min(LONGEST)));
+    out += &format!("{longest:<33} # tokens a row at the most: ft data shows what it cuts\n");
     if !pack {
         out += "pack = false                      # a sample a row: packed, they would make few steps\n";
     }
@@ -215,10 +252,13 @@ fn text(
     out += &format!(
         "\n[run]\nepochs = {epochs}\n{:<33} # rows an optimizer step{counted}\n\
          micro_rows = \"auto\"               # rows at once: as many as is fastest\n\
-         {:<33} # steps\nsave_every = {every}\n",
+         {:<33} # steps\n",
         format!("batch_rows = {batch_rows}"),
-        format!("eval_every = {every}"),
+        format!("save_every = {every}"),
     );
+    if evaluates {
+        out += &format!("eval_every = {every}\n");
+    }
     out += &format!("\n[optimizer]\nlr = {}\nwarmup_ratio = 0.03\n", rate(method, task));
     if memory != "free" {
         out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
@@ -244,8 +284,14 @@ mod tests {
 
     #[test]
     fn a_card_stands_for_its_memory() -> ft_base::Result<()> {
-        for (answer, is) in [("L4", "20944MiB"), ("RTX 4090", "22393MiB"), ("24GB", "24GB"), ("free", "free")]
-        {
+        for (answer, is) in [
+            ("L4", "20944MiB"),
+            ("RTX 4090", "22393MiB"),
+            ("24GB", "24GB"),
+            ("24", "24GB"),
+            ("22.5GiB", "22.5GiB"),
+            ("Free", "free"),
+        ] {
             assert_eq!(budget(answer)?, is);
         }
         assert!(budget("T4").is_err() && budget("many").is_err());

@@ -1,11 +1,11 @@
 //! What data is to a recipe, for `ft init`: format, form, and the number of steps.
 
-use crate::train::{job, sources};
+use crate::train::{job, rows, sources};
 use ft_base::terminal::{plural, tell};
-use ft_data::{Dataset, Shape, Tokenizer};
+use ft_data::{Checked, Dataset, Tokenizer};
 use ft_hub::{Settings, Want};
 use ft_plan::source::Found;
-use ft_recipe::{Recipe, Source, Task};
+use ft_recipe::{Data, Recipe, Source, Task};
 use std::path::PathBuf;
 
 /// Largest data measured, in unpacked bytes; larger data makes enough steps.
@@ -22,6 +22,14 @@ pub(super) struct Length {
     pub batch_rows: usize,
     pub epochs: usize,
     pub steps: usize,
+    /// Whether there are samples to hold out.
+    pub evaluates: bool,
+}
+
+impl Default for Length {
+    fn default() -> Self {
+        Self { pack: true, batch_rows: 16, epochs: 1, steps: 500, evaluates: true }
+    }
 }
 
 impl Length {
@@ -30,11 +38,11 @@ impl Length {
         let batches = [16, 8, 4, 2, 1];
         let enough = [(true, packed), (false, samples)].into_iter().find_map(|(pack, rows)| {
             let batch_rows = batches.into_iter().find(|b| rows / b >= STEPS)?;
-            Some(Self { pack, batch_rows, epochs: 1, steps: rows.div_ceil(batch_rows) })
+            Some(Self { pack, batch_rows, steps: rows.div_ceil(batch_rows), ..Self::default() })
         });
         enough.unwrap_or_else(|| {
             let epochs = STEPS.div_ceil(samples.max(1)).min(EPOCHS);
-            Self { pack: false, batch_rows: 1, epochs, steps: epochs * samples }
+            Self { pack: false, batch_rows: 1, epochs, steps: epochs * samples, evaluates: true }
         })
     }
 }
@@ -72,31 +80,38 @@ fn bytes(files: &[PathBuf]) -> u64 {
     files.iter().map(size).fold(0, u64::saturating_add)
 }
 
+/// Whether the only problem is a single sample, beside which none can be held out.
+fn is_alone(checked: &Checked) -> bool {
+    let is_one = checked.train.as_ref().is_some_and(|data| data.samples.len() == 1);
+    is_one && checked.eval.is_none() && checked.problems.len() == 1 && checked.more == 0
+}
+
 impl Measured {
-    /// Reads the recipe's only source, as far as data and tokenizer are at hand.
+    /// Reads the recipe's only source, as far as data and tokenizer are at hand, and warns about it. After an error,
+    /// the keys found before it are there.
     ///
     /// # Errors
     /// Data that is not there, of unknown form, or that the model cannot be trained on.
-    pub fn of(recipe: &Recipe, found: Option<&Found>) -> ft_base::Result<Self> {
+    pub fn read(&mut self, recipe: &Recipe, found: Option<&Found>) -> ft_base::Result<()> {
         let mut recipe = recipe.clone();
         let resolve = |s: &str| recipe.folder.join(s);
-        let Some(source) = recipe.data.train.first() else { return Ok(Self::default()) };
+        let Some(source) = recipe.data.train.first() else { return Ok(()) };
         if ft_data::is_hub_id(&source.source).is_some() && !resolve(&source.source).exists() {
-            return Ok(Self::default());
+            return Ok(());
         }
         let bytes = bytes(&ft_data::find(source, &resolve)?);
         let shape = match recipe.task.format() {
-            Some(format) => Shape { format, fields: source.fields.clone() },
+            Some(format) => ft_data::shape_in(format, source, &resolve)?,
             None => ft_data::detect(source, &resolve)?,
         };
-        let mut keys = shape.keys();
+        self.keys = shape.keys();
         if let Some(first) = recipe.data.train.first_mut() {
             (first.format, first.fields) = (Some(shape.format), shape.fields);
         }
-        let Some(found) = found else { return Ok(Self { keys, length: None }) };
+        let Some(found) = found else { return Ok(()) };
         let tokenizer = match job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true) {
             Ok(model) => job::tokenizer(&recipe, &model.dir, None)?,
-            Err(e) if e.of::<ft_hub::Error>().is_some() => return Ok(Self { keys, length: None }),
+            Err(e) if e.of::<ft_hub::Error>().is_some() => return Ok(()),
             Err(e) => return Err(e),
         };
         sources::settle_forms(
@@ -105,23 +120,29 @@ impl Measured {
             false,
         );
         let form = |s: &Source| s.form.map(|f| format!(", form = {:?}", f.word()));
-        keys += &recipe.data.train.first().and_then(form).unwrap_or_default();
+        self.keys += &recipe.data.train.first().and_then(form).unwrap_or_default();
         if bytes > LARGEST {
-            return Ok(Self { keys, length: None });
+            return Ok(());
         }
         let (seed, vocab) = (recipe.run.seed, found.config.vocab);
         let resolve = |s: &str| recipe.folder.join(s);
-        let checked = Dataset::check(&recipe.data, &resolve, tokenizer.as_ref(), vocab, seed, 1);
+        let check = |data: &Data| Dataset::check(data, &resolve, tokenizer.as_ref(), vocab, seed, 1);
+        let mut checked = check(&recipe.data);
+        let evaluates = !is_alone(&checked);
+        if !evaluates {
+            checked = check(&Data { eval_share: 0.0, ..recipe.data.clone() });
+        }
         if let Some(e) = checked.problems.into_iter().next() {
             return Err(e.into());
         }
-        let length = checked.train.map(|d| Length::of(d.rows.len(), d.samples.len()));
-        if let (Some(l), Some(source)) = (length, recipe.data.train.first()) {
-            let batch = plural(l.batch_rows, "row");
-            let packed = if l.pack { "packed" } else { "not packed" };
-            tell(&format!("{}: {} steps of {batch}, {packed}", source.source, l.steps));
-        }
-        Ok(Self { keys, length })
+        let (Some(data), Some(source)) = (checked.train, recipe.data.train.first()) else { return Ok(()) };
+        rows::tell_data("data.train", &data, &found.config)?;
+        let length = Length { evaluates, ..Length::of(data.rows.len(), data.samples.len()) };
+        let batch = plural(length.batch_rows, "row");
+        let packed = if length.pack { "packed" } else { "not packed" };
+        tell(&format!("{}: {} steps of {batch}, {packed}", source.source, length.steps));
+        self.length = Some(length);
+        Ok(())
     }
 }
 
@@ -139,7 +160,7 @@ mod tests {
             (1, 10, false, 1, 3, 30),
             (1, 2, false, 1, 10, 20),
         ] {
-            let of = Length { pack, batch_rows, epochs, steps };
+            let of = Length { pack, batch_rows, epochs, steps, evaluates: true };
             assert_eq!(Length::of(packed, samples), of, "{packed} rows of {samples} samples");
         }
     }

@@ -49,7 +49,8 @@ fn ft_init_asks_and_writes_a_recipe() {
     w.ok(&["run", "mine.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
     // Common column names of prompts and answers are written into the recipe.
     w.write("asked.csv", "id,question,answer\n1,What?,That.\n2,Who?,They.\n");
-    w.ok(&init("asked", &model, "asked.csv"));
+    let r = w.ok(&init("asked", &model, "asked.csv"));
+    assert!(r.err.contains("warning: data.train: 2 rows with the key \"id\""), "{}", r.err);
     let asked = w.text("asked.toml");
     let keys = "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }, form = \"chat\"";
     assert!(asked.contains(keys), "{asked}");
@@ -60,22 +61,35 @@ fn ft_init_asks_and_writes_a_recipe() {
     let given =
         ["init", "other", "--model", "m", "--data", "d.jsonl", "--method", "full", "--memory", "many"];
     assert_eq!(w.ft(&given).code, 2, "no size");
-    // What cannot be trained is refused, and nothing is written.
+    // Of what cannot be trained, the recipe has what is known, and has the same error.
     let call = json!({"messages": [{"role": "user", "content": "Weather?"},
         {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": {"in": "Oslo"}}]}]});
     w.write("calls.jsonl", format!("{call}\n"));
     w.write("strange.jsonl", "{\"what\": \"is this\"}\n");
     w.config("strange", json!({"model_type": "strange"}));
-    for (model, data, code, said) in [
-        (model.as_str(), "gone.jsonl", 3, "gone.jsonl is not there"),
-        (model.as_str(), "calls.jsonl", 3, "tool_calls[0].name: not in the training text"),
-        (model.as_str(), "strange.jsonl", 2, "strange.jsonl"),
-        ("strange", "rows.csv", 4, "strange"),
+    w.write("german.csv", "Frage;Antwort\nWas?;Das.\nWer?;Sie.\n");
+    let german = "{ prompt = \"Frage\", completion = \"Antwort\" }";
+    for (model, data, code, said, written) in [
+        (model.as_str(), "gone.jsonl", 3, "gone.jsonl is not there", false),
+        (model.as_str(), "calls.jsonl", 3, "tool_calls[0].name: not in the training text", true),
+        (model.as_str(), "strange.jsonl", 2, "other.toml:12:10: \"strange.jsonl\" has no format", true),
+        (model.as_str(), "german.csv", 2, german, true),
+        ("strange", "rows.csv", 4, "strange", false),
     ] {
         let r = w.ft(&init("other", model, data));
         assert_eq!(r.code, code, "{data}: {}", r.err);
-        assert!(r.err.contains(said), "{data}: {}", r.err);
+        assert!(r.err.contains(said) && r.out.is_empty(), "{data}: {}", r.err);
+        assert_eq!(w.path("other.toml").exists(), written, "{data}");
+        if written {
+            assert!(r.err.contains("other.toml is written; mend the error"), "{data}: {}", r.err);
+            let checked = w.ft(&["check", "other.toml"]);
+            assert!(checked.code == code && checked.err.contains(said), "{data}: {}", checked.err);
+            std::fs::rename(w.path("other.toml"), w.path("last.toml")).expect("renamed");
+        }
     }
+    let keys = format!("\"german.csv\", format = \"completion\", fields = {german}");
+    w.write("last.toml", w.text("last.toml").replace("\"german.csv\"", &keys));
+    w.ok(&["check", "last.toml"]);
     // Few samples are not packed into fewer rows.
     let rows: String = (0..300).map(|i| format!("{i}?,Yes {i}.\n")).collect();
     w.write("some.csv", format!("question,answer\n{rows}"));
@@ -83,28 +97,46 @@ fn ft_init_asks_and_writes_a_recipe() {
     assert!(r.err.contains("some.csv: 37 steps of 8 rows, not packed"), "{}", r.err);
     let steps = w.ok(&["check", "some.toml"]).out;
     assert!(steps.contains("37 of 8 rows"), "{steps}");
-    assert!(!w.path("other.toml").exists());
+    // One sample: none is held out.
+    w.write("book.jsonl", format!("{}\n", json!({"text": "Once upon a time"})));
+    w.ok(&init("book", &model, "book.jsonl"));
+    w.ok(&["check", "book.toml"]);
+    // Words in any case, gigabytes without a unit, and a model that is not there.
+    let r = w.ft_with(&["init", "typed"], "modle\nrows.csv\nLoRA\n24\n");
+    assert!(
+        r.code == 0 && r.err.contains("warning: the model's config is not at hand: \"modle\""),
+        "{}",
+        r.err
+    );
+    let text = w.text("typed.toml");
+    assert!(text.contains("[lora]") && text.contains("budget = \"24GB\""), "{text}");
     // The task is that of the rows.
     let pair = "{\"prompt\": \"Hi\", \"chosen\": \"a\", \"rejected\": \"b\"}\n";
     let rated = "{\"prompt\": \"Hi\", \"completion\": \"a\", \"label\": true}\n";
+    let asked = "{\"question\": \"Hi\", \"chosen\": \"a\", \"rejected\": \"b\"}\n";
     let taught = "{\"input_ids\": [5, 6], \"teacher_ids\": [[6], [7]], \"teacher_logits\": [[0.5], [0.5]]}\n";
-    for (task, row) in [("dpo", pair), ("kto", rated), ("distill", taught)] {
+    for (name, task, row) in
+        [("a", "dpo", pair), ("b", "dpo", asked), ("c", "kto", rated), ("d", "distill", taught)]
+    {
         w.write("rows.jsonl", row.repeat(40));
-        let name = format!("for-{task}");
-        w.ok(&init(&name, &model, "rows.jsonl"));
+        w.ok(&init(name, &model, "rows.jsonl"));
         let text = w.text(&format!("{name}.toml"));
         assert!(text.starts_with(&format!("task = \"{task}\"")), "{text}");
         w.ok(&["check", &format!("{name}.toml")]);
     }
-    let labeled = |label: &str| format!("{}\n", json!({"text": "Hi there", "label": label}));
-    w.write("rows.jsonl", (labeled("rude") + &labeled("kind")).repeat(20));
-    w.ok(&init("classes", &model, "rows.jsonl"));
-    let text = w.text("classes.toml");
-    let classes = "task = \"classify\"";
-    assert!(text.starts_with(classes) && text.contains("labels = [\"kind\", \"rude\"]"), "{text}");
-    // The model has no more positions.
-    assert!(text.contains("max_length = 512 "), "{text}");
-    w.ok(&["check", "classes.toml"]);
+    let labeled = |label: Value| format!("{}\n", json!({"text": "Hi there", "label": label}));
+    for (name, labels, names) in [
+        ("texts", [json!("rude"), json!("kind")], "labels = [\"kind\", \"rude\"]"),
+        ("numbers", [json!(1), json!(0)], "labels = [\"0\", \"1\"]"),
+    ] {
+        w.write("rows.jsonl", labels.map(labeled).concat().repeat(20));
+        w.ok(&init(name, &model, "rows.jsonl"));
+        let text = w.text(&format!("{name}.toml"));
+        assert!(text.starts_with("task = \"classify\"") && text.contains(names), "{text}");
+        // The model has no more positions.
+        assert!(text.contains("max_length = 512 "), "{text}");
+        w.ok(&["check", &format!("{name}.toml")]);
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use super::reader::Rows;
 use crate::error::Error;
 use crate::shape::{
     keys::preference,
+    preference::PROMPTS,
     schema::Schema,
     values::{brief, kind},
 };
@@ -43,8 +44,6 @@ const NAMES: &[(Format, &[(&str, &str)])] = &[
 const SYSTEM: &str = "system_prompt";
 /// Rows searched for one that can be read.
 const FIRST_ROWS: usize = 1000;
-/// Common names for text.
-const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 
 /// How to read the rows of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,6 +69,12 @@ impl Shape {
     }
 }
 
+/// The key of a row with this name, or with this name in other case.
+pub(super) fn key_of<'a>(row: &'a Map<String, Value>, name: &str) -> Option<&'a String> {
+    let exact = row.keys().find(|key| *key == name);
+    exact.or_else(|| row.keys().find(|key| key.eq_ignore_ascii_case(name)))
+}
+
 /// Detects format and field names from the first row of a source that can be read. Names given in the recipe are
 /// kept. Rows before it are reported with the other bad rows.
 ///
@@ -77,6 +82,47 @@ impl Shape {
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
 pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Shape, Error> {
     fits(source, &row_of(source, resolve)?)
+}
+
+/// The shape of a source in the format of a task, with the field names of its first row.
+///
+/// # Errors
+/// Missing or empty files.
+pub fn shape_in(
+    format: Format,
+    source: &ft_recipe::Source,
+    resolve: &dyn Fn(&str) -> PathBuf,
+) -> Result<Shape, Error> {
+    let row = row_of(source, resolve)?;
+    let mut fields = source.fields.clone();
+    let completion = ["chosen", "completion"].into_iter().find_map(|name| row.get(name));
+    // lists and dialogues have their prompt inside
+    let is_prompt = |name: &&&str| match (row.get(**name), completion) {
+        (Some(Value::String(prompt)), Some(Value::String(completion))) => !completion.contains(prompt.trim()),
+        (Some(_), Some(completion)) => !completion.is_array(),
+        _ => false,
+    };
+    if format.is_preference() && fields.is_empty() && key_of(&row, "prompt").is_none() {
+        let name = PROMPTS.iter().find(is_prompt);
+        fields.extend(name.map(|name| ("prompt".to_string(), name.to_string())));
+    }
+    Ok(Shape { format, fields: spelled(format, fields, &row) })
+}
+
+/// Field names as a row spells them.
+fn spelled(
+    format: Format,
+    mut fields: BTreeMap<String, String>,
+    row: &Map<String, Value>,
+) -> BTreeMap<String, String> {
+    // columns such as Weight and System are mostly other things
+    let exact = ["weight", "system", "tools", "history"];
+    for ours in format.keys(true).iter().filter(|ours| !exact.contains(*ours)) {
+        let name = fields.get(*ours).map_or(*ours, String::as_str);
+        let other = key_of(row, name).filter(|key| *key != name).cloned();
+        fields.extend(other.map(|key| (ours.to_string(), key)));
+    }
+    fields
 }
 
 /// The task of rows, by the first of them: pairs, rated completions, tokens with a teacher's values, or others.
@@ -114,14 +160,14 @@ fn row_of(
 
 /// The shape matching the fields of a row; `given` has names in the file, by the format's.
 pub(crate) fn shape_of(given: &BTreeMap<String, String>, row: &Map<String, Value>) -> Option<Shape> {
-    let has = |name: &&str| row.contains_key(given.get(*name).map_or(*name, String::as_str));
+    let has = |name: &&str| key_of(row, given.get(*name).map_or(*name, String::as_str)).is_some();
     let known = SIGNS.iter().find(|(_, names)| names.iter().all(has));
     let mut fields = given.clone();
     let format = match known {
         Some((format, _)) => *format,
         None if fields.is_empty() => {
             let (format, names) =
-                NAMES.iter().find(|(_, n)| n.iter().all(|(_, file)| row.contains_key(*file)))?;
+                NAMES.iter().find(|(_, n)| n.iter().all(|(_, file)| key_of(row, file).is_some()))?;
             let others = names.iter().filter(|(ours, file)| ours != file);
             fields.extend(others.map(|(ours, file)| (ours.to_string(), file.to_string())));
             *format
@@ -131,7 +177,7 @@ pub(crate) fn shape_of(given: &BTreeMap<String, String>, row: &Map<String, Value
     if format.is_template_default() && !has(&"system") && row.contains_key(SYSTEM) {
         fields.insert("system".into(), SYSTEM.into());
     }
-    Some(Shape { format, fields })
+    Some(Shape { format, fields: spelled(format, fields, row) })
 }
 
 /// The first object among the file's first rows.
@@ -163,12 +209,19 @@ fn fits(source: &ft_recipe::Source, row: &Map<String, Value>) -> Result<Shape, E
     if let Some(shape) = shape_of(&source.fields, row) {
         return Ok(shape);
     }
-    let text = TEXTS.iter().find(|t| row.contains_key(**t));
-    let write = match text {
-        Some(t) => format!("format = \"text\", fields = {{ text = \"{t}\" }}"),
-        None => "format and fields say how to read it: fields = { prompt = \"the file's name\", .. }".into(),
+    let is_text = |value: &Value| value.as_str().is_some_and(|text| text.parse::<f64>().is_err());
+    let texts: Vec<&str> =
+        row.iter().filter(|(_, value)| is_text(value)).map(|(key, _)| key.as_str()).collect();
+    let pair = |prompt: &str, completion: &str| {
+        format!("format = \"completion\", fields = {{ prompt = {prompt:?}, completion = {completion:?} }}")
     };
-    let names: Vec<String> = row.keys().take(12).map(|k| brief(&k.as_str().into())).collect();
+    let write = match texts.as_slice() {
+        [text] => format!("format = \"text\", fields = {{ text = {text:?} }}"),
+        [a, b] => pair(a, b),
+        _ => format!("format and fields say how to read it, such as {}", pair("NAME", "OTHER")),
+    };
+    let names: Vec<String> =
+        row.keys().take(12).map(|key| format!("\"{}\"", brief(&key.as_str().into()))).collect();
     fail(format!("fits none: it has {}\n  hint: {write}", names.join(", ")))
 }
 
@@ -207,6 +260,15 @@ mod tests {
                 "format = \"completion\", fields = { prompt = \"question\", completion = \"response\", \
                  system = \"system_prompt\" }",
             ),
+            (
+                json!({"QUESTION": "", "Answer": "", "Weight": "3 kg", "System": "Linux"}),
+                "format = \"completion\", fields = { prompt = \"QUESTION\", completion = \"Answer\" }",
+            ),
+            (
+                json!({"Instruction": "", "Input": "", "Output": ""}),
+                "format = \"alpaca\", fields = { instruction = \"Instruction\", input = \"Input\", \
+                 output = \"Output\" }",
+            ),
         ] {
             assert_eq!(of(row), Ok(keys.to_string()));
         }
@@ -214,8 +276,36 @@ mod tests {
 
     #[test]
     fn rows_of_no_format_get_a_hint() {
-        assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
-        assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
+        for (row, hint) in [
+            (json!({"content": "", "id": "7"}), "hint: format = \"text\", fields = { text = \"content\" }"),
+            (json!({"document": "", "summary": ""}), "{ prompt = \"document\", completion = \"summary\" }"),
+            (
+                json!({"a, b": "", "c": "", "d": ""}),
+                "it has \"a, b\", \"c\", \"d\"\n  hint: format and fields",
+            ),
+        ] {
+            let told = of(row).unwrap_err();
+            assert!(told.contains("fits none: ") && told.contains(hint), "{told}");
+        }
+    }
+
+    #[test]
+    fn pairs_name_their_prompt() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a.jsonl");
+        let source = crate::tests::source("a.jsonl", Format::Preference);
+        let said = json!([{"role": "user", "content": "Hi"}]);
+        for (row, prompt) in [
+            (json!({"question": "Hi", "chosen": "a", "rejected": "b"}), Some("question")),
+            (json!({"conversations": said, "chosen": {}, "rejected": {}}), Some("conversations")),
+            (json!({"Prompt": "Hi", "chosen": "a", "rejected": "b", "input": "x"}), Some("Prompt")),
+            (json!({"question": "Hi", "chosen": "Human: Hi, a", "rejected": "b"}), None),
+            (json!({"question": "Hi", "chosen": said, "rejected": []}), None),
+        ] {
+            std::fs::write(&file, row.to_string()).unwrap();
+            let shape = shape_in(Format::Preference, &source, &|_| file.clone()).unwrap();
+            assert_eq!(shape.fields.get("prompt").map(String::as_str), prompt, "{row}");
+        }
     }
 
     #[test]

@@ -53,6 +53,15 @@ impl Quotes {
     }
 }
 
+/// The separator that a line of Excel's before the names gives: `sep=;`.
+pub(super) fn given_separator(first: &[u8]) -> Option<u8> {
+    let start = first.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(first);
+    match start.strip_prefix(b"sep=")? {
+        [separator, b'\n'] | [separator, b'\r', b'\n'] => Some(*separator),
+        _ => None,
+    }
+}
+
 /// The separator of a table: of those in the first line the most frequent one outside of quotes, and `usual` if
 /// there is none.
 pub(super) fn separator(first: &[u8], usual: u8) -> u8 {

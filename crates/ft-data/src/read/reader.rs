@@ -36,12 +36,16 @@ fn decompressed(
     compression: Option<Compression>,
     given: Option<&'static Encoding>,
 ) -> io::Result<Box<dyn BufRead>> {
-    let file = store::open_plain(path)?;
+    let mut file = BufReader::with_capacity(1 << 17, store::open_plain(path)?);
+    let is_gzip = file.fill_buf()?.starts_with(&[0x1F, 0x8B]);
     let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
     let mut bytes = buffered(match compression {
         None => Box::new(file),
-        Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(file)),
-        Some(Compression::Zstd) => Box::new(zstd::Decoder::new(file)?),
+        Some(Compression::Gzip) if !is_gzip => {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not gzip, by its first bytes"));
+        }
+        Some(Compression::Gzip) => Box::new(flate2::bufread::MultiGzDecoder::new(file)),
+        Some(Compression::Zstd) => Box::new(zstd::Decoder::with_buffer(file)?),
     });
     Ok(match encoding::of(bytes.fill_buf()?, given) {
         Some(encoding) => buffered(Box::new(Decoded::new(bytes, encoding))),
@@ -49,11 +53,26 @@ fn decompressed(
     })
 }
 
+/// The first bytes of a file, behind a byte order mark and white space.
+fn start<'a>(file: &'a mut dyn BufRead, path: &Path) -> Result<&'a [u8], Error> {
+    let start = file.fill_buf().map_err(|e| Error::read(path, e))?;
+    Ok(start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start).trim_ascii_start())
+}
+
+/// Whether a `.jsonl` file is one array of objects, not an array a line.
+fn holds_array(mut file: Box<dyn BufRead>, path: &Path) -> Result<bool, Error> {
+    let items = start(&mut file, path)?.strip_prefix(b"[");
+    if !items.is_some_and(|items| items.trim_ascii_start().starts_with(b"{")) {
+        return Ok(false);
+    }
+    let mut lines = Lines::new(file, path.into());
+    let whole = lines.next()?.is_some_and(|row| row.parse().is_ok());
+    Ok(!whole || lines.next()?.is_none())
+}
+
 /// Whether a `.json` file is JSON Lines: its first line is an object.
 fn holds_lines(mut file: Box<dyn BufRead>, path: &Path) -> Result<bool, Error> {
-    let start = file.fill_buf().map_err(|e| Error::read(path, e))?;
-    let start = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start).trim_ascii_start();
-    if !start.starts_with(b"{") {
+    if !start(&mut file, path)?.starts_with(b"{") {
         return Ok(false);
     }
     let mut lines = Lines::new(file, path.into());
@@ -68,6 +87,7 @@ impl Rows {
         let file = || decompressed(path, compression, schema.encoding).map_err(|e| Error::read(path, e));
         let lines = || Ok::<_, Error>(Lines::new(file()?, path.into()));
         Ok(match kind {
+            Kind::Lines if holds_array(file()?, path)? => Rows::Array(Array::new(file()?, path.into())),
             Kind::Lines => Rows::Lines(lines()?),
             Kind::Text => Rows::Texts(Texts::new(lines()?, schema.name("text"))),
             Kind::Array if holds_lines(file()?, path)? => Rows::Lines(lines()?),

@@ -1,7 +1,7 @@
 //! Rows of CSV and TSV tables, and of plain-text files.
 
 use super::lines::Lines;
-use super::quotes::{Quotes, separator};
+use super::quotes::{Quotes, given_separator, separator};
 use super::row::{LONGEST_ROW, RawRow, too_long};
 use crate::error::Error;
 use crate::shape::schema::Schema;
@@ -93,6 +93,13 @@ impl Read for LineReader {
     }
 }
 
+/// Reads the next line, as far as it is searched.
+fn line_of_names(file: &mut dyn BufRead) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    file.take(LONGEST_NAMES).read_until(b'\n', &mut line)?;
+    Ok(line)
+}
+
 /// A column of a table.
 struct Column {
     name: String,
@@ -117,11 +124,15 @@ impl Table {
     pub fn open(mut file: Box<dyn BufRead>, path: &Path, usual: u8, schema: &Schema) -> Result<Self, Error> {
         let progress = Rc::new(Progress::default());
         progress.left.set(LONGEST_ROW);
-        let mut first = Vec::new();
-        let read = (&mut file).take(LONGEST_NAMES).read_until(b'\n', &mut first);
-        read.map_err(|e| Error::read(path, e))?;
+        let mut line = || line_of_names(&mut file).map_err(|e| Error::read(path, e));
+        let mut first = line()?;
+        let given = given_separator(&first);
+        if given.is_some() {
+            first = line()?;
+            progress.line.set(1);
+        }
         let names = first.split(|b| *b == b'\r').next().unwrap_or_default();
-        let delimiter = separator(names, usual);
+        let delimiter = given.unwrap_or_else(|| separator(names, usual));
         let inner: Box<dyn BufRead> = Box::new(io::Cursor::new(first).chain(file));
         let lines = LineReader { inner, progress: progress.clone(), delimiter, ended: true };
         let mut reader =
@@ -145,7 +156,7 @@ impl Table {
                 std::str::from_utf8(cell).map_err(|_| head(format!("a name of a column is {NOT_UTF8}")))?;
             // spreadsheets write separators behind the last name
             let named = !name.trim().is_empty();
-            let name = if named { name.to_string() } else { format!("column {}", i + 1) };
+            let name = if named { name.trim().to_string() } else { format!("column {}", i + 1) };
             if !seen.insert(name.clone()) {
                 return Err(head(format!("two columns are named {name:?}")));
             }
@@ -157,8 +168,18 @@ impl Table {
         Ok(Self { reader, path: path.into(), columns, progress, record: ByteRecord::new() })
     }
 
-    /// Returns the next row.
+    /// Returns the next row. Rows of blank cells are skipped, as spreadsheets write them below a table.
     pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        loop {
+            let row = self.next_record()?;
+            if row.is_none() || !self.record.iter().all(|cell| cell.trim_ascii().is_empty()) {
+                return Ok(row);
+            }
+        }
+    }
+
+    /// Returns the next record, and leaves its cells in `self.record`.
+    fn next_record(&mut self) -> Result<Option<RawRow>, Error> {
         self.progress.left.set(LONGEST_ROW);
         self.progress.begins.set(0);
         let before = self.progress.line.get();

@@ -422,7 +422,7 @@ impl<'a> Loader<'a> {
             {
                 Err(Error::ModelLacks(format!(
                     "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
-                     in generation_config.json), which format = {name:?} needs"
+                     in generation_config.json, within the vocabulary), which format = {name:?} needs"
                 )))
             }
             _ => Ok(()),

@@ -15,6 +15,8 @@ const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"
 /// Keys used by other trainers to select supervised messages.
 const SUPERVISION: &[&str] =
     &["train", "training", "trainable", "train_detail", "training_detail", "loss", "mask", "masked"];
+/// Texts that programs write for a missing value.
+const NULLS: &[&str] = &["NULL", "nan", "NaN", "None"];
 /// Keys of a message with the assistant's reasoning, in transformers' order: the first with a value counts.
 pub(crate) const REASONING: &[&str] = &["reasoning_content", "thinking", "reasoning"];
 
@@ -111,6 +113,13 @@ pub(super) fn of_row(
     {
         return Err("input: the prompt of a pair is one text; write instruction and input into it".into());
     }
+    // as a label, it may be the name of a class
+    let text = |(key, value): (&String, &Value)| {
+        let text =
+            value.as_str().filter(|text| NULLS.contains(&text.trim()) && key != schema.name("label"))?;
+        read(key).then(|| Note::Missing { key: key.clone(), text: text.into() })
+    };
+    notes.extend(row.iter().filter_map(text));
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
         // values without effect in other trainers
         let plain = matches!((key.as_str(), value.as_f64()), ("weight", Some(1.0)) | ("margin", Some(0.0)));

@@ -18,7 +18,7 @@ pub(crate) mod example;
 pub(crate) mod keys;
 pub(crate) mod messages;
 pub(crate) mod notes;
-mod preference;
+pub(crate) mod preference;
 pub(crate) mod sample;
 pub(crate) mod schema;
 pub(crate) mod teacher;

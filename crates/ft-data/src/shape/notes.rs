@@ -11,6 +11,8 @@ use std::borrow::Cow;
 pub(crate) enum Note {
     /// A row key not read by the format.
     RowKey { key: String, format: Cow<'static, str> },
+    /// A text that programs write for a missing value, in a key that is read.
+    Missing { key: String, text: String },
     /// A message key not rendered by the chat template.
     MessageKey(String),
     /// Reasoning removed by the chat template.
@@ -41,6 +43,10 @@ impl Note {
             Note::RowKey { key, format } => {
                 format!("{s} with the key {key:?}, which format {format:?} does not read")
             }
+            Note::Missing { key, text } => format!(
+                "{s} with the text {text:?} as {key}, which programs write for a missing value: it is trained on as it \
+                 stands"
+            ),
             Note::MessageKey(key) => {
                 format!("{s} whose messages have the key {key:?}, which the chat template does not write")
             }

@@ -15,6 +15,9 @@ type Row = Map<String, Value>;
 
 /// Start of an answer in texts of dialogues, as in Anthropic's data.
 const ANSWER: &str = "\n\nAssistant:";
+/// Other names of the prompt.
+pub(crate) const PROMPTS: &[&str] =
+    &["question", "query", "instruction", "input", "conversations", "conversation"];
 
 impl Schema {
     /// Chosen and rejected of a row.
@@ -140,11 +143,12 @@ impl Schema {
         };
         let class = number.filter(|n| n.fract() == 0.0 && (0.0..names.len() as f64).contains(n));
         class.map(|n| n as u32).ok_or_else(|| {
-            let few: Vec<&str> = names.iter().take(8).map(String::as_str).collect();
+            let few: Vec<String> = names.iter().take(8).map(|name| format!("{name:?}")).collect();
             let more = if names.len() > few.len() { ", .." } else { "" };
             let last = names.len().saturating_sub(1);
+            let quote = if value.is_string() { "\"" } else { "" };
             format!(
-                "{name}: {} is none of the classes: {}{more}, or 0 to {last}",
+                "{name}: {quote}{}{quote} is none of the classes: {}{more}, or 0 to {last}",
                 brief(value),
                 few.join(", ")
             )
@@ -172,8 +176,7 @@ impl Schema {
     /// Error of a pair without a prompt, and without a common beginning: of messages, if `texts` are to become such.
     fn no_prompt(&self, row: &Row, texts: bool) -> String {
         let why = missing(self.name("prompt"), row);
-        let names = ["question", "query", "instruction", "input", "conversations", "conversation"];
-        let other = names.into_iter().find(|name| row.contains_key(*name));
+        let other = PROMPTS.iter().find(|name| row.contains_key(**name));
         let hint = match other {
             Some(name) => format!("\n  hint: fields = {{ prompt = {name:?} }} takes the prompt from there"),
             None if texts => {

@@ -23,7 +23,13 @@ pub(crate) struct Schema {
 /// The encoding that a source names.
 fn encoding(source: &ft_recipe::Source) -> Result<Option<&'static Encoding>, Error> {
     let Some(name) = &source.encoding else { return Ok(None) };
-    let known = Encoding::for_label(name.as_bytes()).ok_or_else(|| {
+    // names of Python's that the list lacks
+    let label = match name.to_ascii_lowercase().as_str() {
+        "latin-1" => "latin1",
+        "utf-8-sig" | "utf8-sig" => "utf-8",
+        _ => name.as_str(),
+    };
+    let known = Encoding::for_label(label.as_bytes()).ok_or_else(|| {
         let some = "\"windows-1252\" (Latin-1 too), \"utf-16le\", \"shift_jis\", \"gb18030\", ..";
         Error::recipe(source, format!("encoding = {name:?} is no encoding of the WHATWG's list: {some}"))
     });

@@ -155,8 +155,11 @@ fn numbers_of_classes_are_their_names_in_the_file() {
         assert_eq!(classes(file, &["neutral", "pos", "neg"]), Ok(vec![2, 1]), "{file}");
         // other names: numbers of the recipe
         assert_eq!(classes(file, &["LABEL_0", "LABEL_1"]), Ok(vec![0, 1]), "{file}");
+        let s = source(file, Format::Labeled);
+        let names = classes_of(&s, &|p| fixture("saved").join(p)).unwrap();
+        assert_eq!(names, Some(vec!["neg".into(), "pos".into()]), "{file}");
         let told = classes(file, &["pos", "other"]).unwrap_err();
-        assert!(told.contains(":1: label: neg is none of the classes: pos, other"), "{told}");
+        assert!(told.contains(":1: label: \"neg\" is none of the classes: \"pos\", \"other\""), "{told}");
     }
 }
 

@@ -123,6 +123,21 @@ fn look_alikes_in_any_message_move_no_span() {
 }
 
 #[test]
+fn turns_of_too_many_messages_are_not_searched_one_by_one() {
+    let turn = |i: usize| {
+        let role = ["user", "assistant"][i % 2];
+        json!({"role": role, "content": "a"})
+    };
+    let row = json!({"messages": (0..20_000).map(turn).collect::<Vec<_>>()});
+    let told = read(&tiny(), &row, &Map::new()).unwrap_err();
+    assert!(told.contains("20000 messages are too many to find one by one; split the row"), "{told}");
+    let t = with_template(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    );
+    assert_eq!(read(&t, &row, &Map::new()).unwrap().1.len(), 10_000);
+}
+
+#[test]
 fn generation_blocks_are_the_mask_with_the_white_space_rules_of_blocks() {
     let t = with_template(
         "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n<a>{% generation %}\n{{ m.content }}<e>{%- endgeneration -%}\n  {%- else %}\n<u>{{ m.content }}\n  {%- endif %}\n{%- endfor %}",

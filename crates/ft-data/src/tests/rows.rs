@@ -653,10 +653,14 @@ fn numbers_that_name_a_class_are_its_name() {
         assert_eq!(class(label, &["no", "yes"]), Ok(want), "{label}");
     }
     assert_eq!((class("true", &["True", "False"]), class("false", &["True", "False"])), (Ok(0), Ok(1)));
+    let told = class("\"Yes \"", &["no", "yes"]).unwrap_err();
+    assert!(told.contains("\"Yes \" is none of the classes: \"no\", \"yes\", or 0 to 1"), "{told}");
     for label in ["true", "\"1.5\"", "\"nan\""] {
         assert!(class(label, &stars).unwrap_err().contains("is none of the classes"), "{label}");
     }
-    assert!(class("4", &stars).unwrap_err().contains("4 is none of the classes: 1, 2, 3, or 0 to 2"));
+    assert!(
+        class("4", &stars).unwrap_err().contains("4 is none of the classes: \"1\", \"2\", \"3\", or 0 to 2")
+    );
 }
 
 /// As `tokenizer(text, truncation=True, max_length=3)` of transformers.

@@ -157,6 +157,7 @@ fn broken_tables_say_where() {
         ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
         ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
         ("m.csv", twice.as_bytes(), "m.csv:2:1: messages: the key \"role\" is there twice"),
+        ("a.csv", b"sep=;\ntext;id\na;1\nb\n", "a.csv:4:1: the row has 1 cells"),
         ("a.csv", b"text\nCaf\xe9\n", "hint: encoding = \"windows-1252\""),
         (
             "a.csv",
@@ -170,7 +171,7 @@ fn broken_tables_say_where() {
         ),
         ("a.csv", b"\"text,id\na,1\n", "a.csv:1: the quote that opens a cell in this line is not closed"),
         ("a.csv", b"\xff\xfet", "not UTF-16LE: bytes that stand for no character"),
-        ("a.txt.gz", b"no gzip", "a.txt.gz"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz: not gzip"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
     ] {
         let files = Files::new(&[]);
@@ -223,6 +224,10 @@ fn tables_of_spreadsheets_are_the_same_rows() {
         ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\r\ne\",2\n".to_vec()),
         ("a.csv", b"text,,\n\"a;b|c\",,\n\"d\ne\", ,1\n".to_vec()),
         ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\re\",2\n".to_vec()),
+        // the separator in a line before the names, white space around names, and blank cells below the table
+        ("a.csv", b"\xef\xbb\xbfsep=;\r\nid; text \r\n1;\"a;b|c\"\r\n2;\"d\r\ne\"\r\n".to_vec()),
+        ("a.csv", b"sep=|\na,b|text\n1|\"a;b|c\"\n2|\"d\ne\"\n".to_vec()),
+        ("a.csv", b"text,id\n\"a;b|c\",1\n,\n , ,,\n\"d\ne\",2\n,\n\"\"\n".to_vec()),
         ("a.csv", utf16(false)),
         ("a.csv", utf16(true)),
         ("a.jsonl", format!("\u{feff}{lines}").into_bytes()),
@@ -234,6 +239,42 @@ fn tables_of_spreadsheets_are_the_same_rows() {
         let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
         assert_eq!(texts, ["a;b|c<|endoftext|>", "d\ne<|endoftext|>"], "{}", String::from_utf8_lossy(&bytes));
     }
+}
+
+/// As datasets reads them; a list a line is no such file.
+#[test]
+fn json_lines_files_of_one_array_are_its_rows() {
+    for (text, said) in [
+        ("[{\"text\": \"a\"}, {\"text\": \"b\"}]\n", None),
+        ("\u{feff}[\n  {\"text\": \"a\"},\n  {\"text\": \"b\"}\n]\n", None),
+        ("[{\"text\": \"a\"},\n{\"text\": 1}]", Some("a.jsonl:2: text: expected a string")),
+        ("[{\"text\": \"a\"}]\n[{\"text\": \"b\"}]\n", Some("a.jsonl:1: expected an object, found an array")),
+        ("[[{\"text\": \"a\"}]]\n", Some("a.jsonl:1: expected an object, found an array")),
+    ] {
+        let files = Files::new(&[("a.jsonl", text)]);
+        let loaded = files.load(&[source("a.jsonl", Format::Text)], &data(9));
+        match said {
+            None => assert_eq!(loaded.unwrap().samples.len(), 2, "{text}"),
+            Some(said) => {
+                let error = loaded.unwrap_err().to_string();
+                assert!(error.contains(said), "{error}");
+            }
+        }
+    }
+}
+
+/// Cells as pandas and SQL write missing values are trained on, with a warning.
+#[test]
+fn texts_for_missing_values_are_told() {
+    let told = |text: &str| {
+        let files = Files::new(&[("a.csv", text)]);
+        let d = files.load(&[source("a.csv", Format::Text)], &data(99)).unwrap();
+        d.warnings(99).unwrap().concat()
+    };
+    let said = told("text\nnan\na\nnan\n NULL\n");
+    assert!(said.contains("2 rows with the text \"nan\" as text, which programs write"), "{said}");
+    assert!(said.contains("1 row with the text \" NULL\" as text, "), "{said}");
+    assert_eq!(told("text\nNone of them\n"), "");
 }
 
 /// Cells under an empty name are keys that the format does not read.
@@ -284,6 +325,8 @@ fn sources_name_their_encoding() {
     for (name, bytes, encoding, text) in [
         ("a.csv", &latin[..], "Windows-1252", "Café €"),
         ("a.csv", latin, "latin1", "Café €"),
+        ("a.csv", latin, "latin-1", "Café €"),
+        ("a.csv", b"\xef\xbb\xbftext\nCaf\xc3\xa9\n", "UTF-8-sig", "Café"),
         ("a.txt", b"Caf\xe9\n", "iso-8859-1", "Café"),
         ("a.jsonl", sjis, "shift_jis", "テスト"),
         ("a.json", b"[{\"text\": \"Caf\xe9\"}]", "cp1252", "Café"),

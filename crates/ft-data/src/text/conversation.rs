@@ -16,7 +16,7 @@ use std::ops::Range;
 /// `variables` are those of the model, without and with those of the recipe; `stops` its end-of-sequence tokens.
 ///
 /// # Errors
-/// An error raised by the template, content missing from the text, or turns that cannot be told apart.
+/// An error raised by the template, content missing from the text, or turns that cannot be told apart or are too many.
 pub(crate) fn render(
     chat: &Chat,
     template: &Template,
@@ -44,6 +44,9 @@ pub(crate) fn render(
         Rendering { chat, messages: &messages, tools: &tools, text: &text, render: &render, stops };
     // if the template marks the supervised text itself, only the check needs marks
     let has_generation = template.has_generation(&tools);
+    if supervise && !has_generation {
+        spans::check_work(&chat.messages).map_err(|why| template.fail(0, why).to_string())?;
+    }
     let by_itself = !supervise || has_generation && chat.unsupervised.is_empty();
     let proven = by_itself && verbatim::proven(chat, &fragments, &text, template, &variables[1]);
     let mut marked = None;

@@ -69,7 +69,7 @@ pub(super) fn path(pointer: &str) -> String {
     out
 }
 
-/// The strings of a conversation required in the text.
+/// The strings of a conversation required in the text, in order of the messages; those of the tools last.
 pub(super) fn fragments(chat: &Chat) -> Vec<Fragment> {
     let mut out = Vec::new();
     let mut add = |message: Option<usize>, pointer: &str, text: &str, range: Range<usize>, kind: Kind| {

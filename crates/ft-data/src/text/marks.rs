@@ -68,15 +68,19 @@ pub(crate) fn jinja(value: &Value) -> Jinja {
     Jinja::from(Serde(&*with_reasoning(value)))
 }
 
-/// A rendering with marks removed, and the (id, offset) pairs of the marks in order of offset.
+/// A rendering with marks removed.
 pub(crate) struct Rendered {
     pub text: String,
+    /// The (id, offset) pairs of the marks in order of offset.
     pub marks: Vec<(usize, usize)>,
+    /// The same in order of id and offset.
+    by_id: Vec<(usize, usize)>,
 }
 
 impl Rendered {
     pub fn new(marked: &str) -> Self {
-        let mut this = Self { text: String::with_capacity(marked.len()), marks: Vec::new() };
+        let mut this =
+            Self { text: String::with_capacity(marked.len()), marks: Vec::new(), by_id: Vec::new() };
         let (mut id, mut from, mut at) = (0usize, 0, 0);
         // first byte of all mark characters, and rare otherwise
         while let Some(next) = marked.as_bytes()[at..].iter().position(|b| *b == FIRST_BYTE) {
@@ -96,16 +100,19 @@ impl Rendered {
             at = end;
         }
         this.text.push_str(&marked[from..]);
+        this.by_id.clone_from(&this.marks);
+        this.by_id.sort_unstable();
         this
     }
 
     /// Last position of mark `id`.
     pub fn at(&self, id: usize) -> Option<usize> {
-        self.marks.iter().rev().find(|m| m.0 == id).map(|m| m.1)
+        self.all(id).last()
     }
 
-    /// All positions of mark `id`.
+    /// All positions of mark `id`, in order.
     pub fn all(&self, id: usize) -> impl Iterator<Item = usize> + '_ {
-        self.marks.iter().filter(move |m| m.0 == id).map(|m| m.1)
+        let first = self.by_id.partition_point(|m| m.0 < id);
+        self.by_id[first..].iter().take_while(move |m| m.0 == id).map(|m| m.1)
     }
 }

@@ -28,6 +28,9 @@ use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::ops::Range;
 
+/// Most messages rendered to find the turns of a row. Every turn needs two renderings of the messages before it.
+const MOST_RENDERED: usize = 8 << 20;
+
 /// Supervised byte ranges of the assistant's turns.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
@@ -35,6 +38,22 @@ pub(super) struct Turns {
     pub spans: Vec<(usize, Range<usize>)>,
     /// Whether the last turn has no end in the text.
     pub open: bool,
+}
+
+/// Checks that the turns of a conversation can be found in reasonable time.
+///
+/// # Errors
+/// Too many turns.
+pub(super) fn check_work(messages: &[Value]) -> Result<(), String> {
+    let turns = messages.iter().enumerate().filter(|(_, m)| is_assistant(m));
+    if turns.map(|(i, _)| 2 * i + 1).sum::<usize>() <= MOST_RENDERED {
+        return Ok(());
+    }
+    Err(format!(
+        "the assistant's turns in {} messages are too many to find one by one; split the row, or use a template with \
+         {{% generation %}} blocks (data.chat_template), or data.mask = \"none\"",
+        messages.len()
+    ))
 }
 
 /// Finds the supervised byte range of every assistant turn. `marked` is the text with a mark in every fragment, if
@@ -157,11 +176,10 @@ impl Marked {
     pub fn all(rendering: &Rendering<'_>, fragments: &[Fragment]) -> Option<Self> {
         let chat = rendering.chat;
         let of = |message: Option<usize>| {
-            fragments
-                .iter()
-                .enumerate()
-                .filter(move |(_, p)| p.message == message)
-                .map(|(id, p)| (id, &p.position))
+            let order = |message: Option<usize>| message.unwrap_or(usize::MAX);
+            let first = fragments.partition_point(|p| order(p.message) < order(message));
+            let behind = (first..).zip(&fragments[first..]);
+            behind.take_while(move |(_, p)| p.message == message).map(|(id, p)| (id, &p.position))
         };
         let mut marked = rendering.messages.to_vec();
         for (i, message) in chat.messages.iter().enumerate() {
@@ -259,7 +277,9 @@ impl Marked {
 
     /// Marks in a range of the text.
     fn ids<'a>(&'a self, range: &'a Range<usize>) -> impl Iterator<Item = usize> + 'a {
-        self.whole.marks.iter().filter(move |m| range.start < m.1 && m.1 <= range.end).map(|m| m.0)
+        let marks = &self.whole.marks;
+        let first = marks.partition_point(|m| m.1 <= range.start);
+        marks[first..].iter().take_while(move |m| m.1 <= range.end).map(|m| m.0)
     }
 
     /// Messages with marks in a range of the text.

@@ -30,7 +30,7 @@ use std::time::SystemTime;
 
 /// Version of the tokens and of the cache format; raised by any change of either. A test compares the tokens
 /// of a corpus with a digest.
-pub(crate) const VERSION: u32 = 10;
+pub(crate) const VERSION: u32 = 11;
 /// Versions of the libraries that make tokens, as in `Cargo.lock`.
 pub(crate) const TOKENIZERS: &str = "0.23.2";
 pub(crate) const MINIJINJA: &str = "3.0.5";

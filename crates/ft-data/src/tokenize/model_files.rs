@@ -9,6 +9,8 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 const CONFIG: &str = "tokenizer_config.json";
+/// Key of the end-of-sequence ids.
+const EOS: &str = "eos_token_id";
 /// Chat template of a model or adapter folder; the first file that transformers looks for.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATES: [&str; 2] = [CHAT_TEMPLATE, "chat_template.json"];
@@ -20,7 +22,7 @@ pub(super) struct ModelFiles {
     /// Special tokens by name (`eos_token` etc.), as template variables.
     pub specials: BTreeMap<String, Jinja>,
     pub template: Option<TemplateSource>,
-    /// End-of-sequence ids of the model, in order.
+    /// End-of-sequence ids of the model, in order, without those outside its vocabulary.
     pub eos: Vec<u32>,
 }
 
@@ -36,13 +38,13 @@ impl ModelFiles {
             collect_specials(source, &mut specials);
         }
         let template = find_template(dir, given, &config)?;
-        let mut eos = Vec::new();
-        for file in ["generation_config.json", "config.json"] {
-            let object = read_object(dir, file)?;
-            eos.extend(ids(object.get("eos_token_id")));
-            // The text model of a vision checkpoint.
-            eos.extend(ids(object.get("text_config").and_then(|text| text.get("eos_token_id"))));
-        }
+        let (generation, model) =
+            (read_object(dir, "generation_config.json")?, read_object(dir, "config.json")?);
+        // The text model of a vision checkpoint.
+        let of_text = |key: &str| model.get("text_config").and_then(|text| text.get(key));
+        let vocab = of_text("vocab_size").or(model.get("vocab_size")).and_then(Value::as_u64);
+        let named = [generation.get(EOS), model.get(EOS), of_text(EOS)].into_iter().flat_map(ids);
+        let eos = named.filter(|id| vocab.is_none_or(|vocab| u64::from(*id) < vocab)).collect();
         Ok(Self { specials, template, eos })
     }
 }

@@ -50,6 +50,24 @@ fn bytes_without_a_character_do_not_end_a_stream() {
     assert_eq!(decoder.step(4).unwrap(), Some(" ok".into()));
 }
 
+/// Old and pruned models name such ids.
+#[test]
+fn end_tokens_outside_the_vocabulary_are_left_out() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/tiny-tokenizer/tokenizer.json");
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(file, dir.path().join("tokenizer.json")).unwrap();
+    let cases: [(Value, &[u32]); 3] = [
+        (json!({"vocab_size": 300, "eos_token_id": [2, 300, -1]}), &[2]),
+        (json!({"text_config": {"vocab_size": 300, "eos_token_id": 999}}), &[]),
+        (json!({"eos_token_id": 999}), &[999]),
+    ];
+    for (config, want) in cases {
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let t = Tokenizer::load(dir.path(), None).unwrap().unwrap();
+        assert_eq!(t.eos(), want, "{config}");
+    }
+}
+
 /// Random concatenations of strings relevant to pre-tokenizers.
 fn texts() -> Vec<String> {
     let parts = [

@@ -2,12 +2,13 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `parquet`, `pages`, `levels` | Parquet; sizes of its pages; values of its rows |
+//! | `parquet`, `nesting`, `pages`, `levels` | Parquet; depth of its schema; sizes of its pages; values of its rows |
 //! | `arrow`, `cells` | Arrow files and streams; values of Arrow's types as JSON |
 
 mod arrow;
 mod cells;
 mod levels;
+mod nesting;
 mod pages;
 mod parquet;
 

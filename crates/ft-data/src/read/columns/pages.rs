@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 pub(super) const LARGEST: u64 = 256 << 20;
 /// Bytes read for a header, and for one with long statistics.
 const HEADER: [u64; 2] = [1 << 12, 4 << 20];
-/// Deepest nesting of structs in a header.
+/// Deepest nesting of structs and lists in a header or a footer.
 const DEPTH: usize = 16;
 
 /// Checks that no page of a file unpacks to more than `most` bytes, and that pages hold no more values than their
@@ -91,7 +91,7 @@ fn parsed(bytes: &[u8]) -> Option<Header> {
 }
 
 /// Reads values of Thrift's compact protocol.
-struct Compact<'a>(&'a [u8]);
+pub(super) struct Compact<'a>(pub &'a [u8]);
 
 impl Compact<'_> {
     fn byte(&mut self) -> Option<u8> {
@@ -114,29 +114,42 @@ impl Compact<'_> {
         Some((n >> 1) as i64 ^ -((n & 1) as i64))
     }
 
+    /// Reads the head of a field, and sets its number. Returns the kind, 0 at the end of a struct.
+    pub fn head(&mut self, field: &mut i64) -> Option<u8> {
+        let head = self.byte()?;
+        let (delta, kind) = (head >> 4, head & 15);
+        *field = match (kind, delta) {
+            (0, _) => *field,
+            (_, 0) => self.integer()?,
+            _ => field.wrapping_add(i64::from(delta)),
+        };
+        Some(kind)
+    }
+
+    /// Reads the head of a list: kind and number of its items.
+    pub fn list(&mut self) -> Option<(u8, u64)> {
+        let head = self.byte()?;
+        let count = if head >> 4 == 15 { self.varint()? } else { u64::from(head >> 4) };
+        Some((head & 15, count))
+    }
+
     /// Reads a struct, and shows its integer fields by `outer` and their number.
-    fn fields(&mut self, outer: i64, depth: usize, seen: &mut dyn FnMut((i64, i64), i64)) -> Option<()> {
-        let mut field = 0i64;
+    pub fn fields(&mut self, outer: i64, depth: usize, seen: &mut dyn FnMut((i64, i64), i64)) -> Option<()> {
+        let mut field = 0;
         loop {
-            let head = self.byte()?;
-            let (delta, kind) = (head >> 4, head & 15);
-            field = match (kind, delta) {
-                (0, _) => return Some(()),
-                (_, 0) => self.integer()?,
-                _ => field.wrapping_add(i64::from(delta)),
-            };
-            match kind {
+            match self.head(&mut field)? {
+                0 => return Some(()),
                 // booleans are in the head
                 1 | 2 => {}
                 4..=6 => seen((outer, field), self.integer()?),
                 12 if depth == 0 => self.fields(field, 1, seen)?,
-                _ => self.value(kind, depth)?,
+                kind => self.value(kind, depth)?,
             }
         }
     }
 
     /// Passes a value.
-    fn value(&mut self, kind: u8, depth: usize) -> Option<()> {
+    pub fn value(&mut self, kind: u8, depth: usize) -> Option<()> {
         match kind {
             1..=3 => self.pass(1),
             4..=6 => self.integer().map(|_| ()),
@@ -145,13 +158,12 @@ impl Compact<'_> {
                 let length = self.varint()?;
                 self.pass(length)
             }
-            9 | 10 => {
-                let head = self.byte()?;
-                let count = if head >> 4 == 15 { self.varint()? } else { u64::from(head >> 4) };
-                (0..count).try_for_each(|_| self.value(head & 15, depth))
+            9 | 10 if depth < DEPTH => {
+                let (kind, count) = self.list()?;
+                (0..count).try_for_each(|_| self.value(kind, depth + 1))
             }
             12 if depth < DEPTH => self.fields(0, depth + 1, &mut |_, _| ()),
-            // headers hold no maps
+            // headers and footers hold no maps
             _ => None,
         }
     }
@@ -189,6 +201,8 @@ mod tests {
         for cut in 0..12 {
             assert_eq!(parsed(&bytes[..cut]), None, "{cut}");
         }
-        assert_eq!(parsed(&[0x1C; 99]), None);
+        for nested in [0x1C, 0x19] {
+            assert_eq!(parsed(&vec![nested; 1 << 20]), None, "{nested}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Rows of Parquet files.
 
-use super::{FEATURES, class_names, finite, levels, pages};
+use super::{FEATURES, class_names, finite, levels, nesting, pages};
 use crate::error::Error;
 use crate::read::row::RawRow;
 use crate::shape::schema::Schema;
@@ -74,6 +74,7 @@ impl Columns {
 /// Opens a reader that returns strings as bytes, and JSON as strings. Read as a string, a text with invalid UTF-8
 /// would lose the following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
+    nesting::check(&file)?;
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
     pages::check(&file, &about, pages::LARGEST)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
