@@ -7,6 +7,7 @@ use crate::inference::Server;
 use crate::model::{Target, machine, quantization, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
+use ft_base::store::json::short;
 use ft_engine::adapters::{self, PeftConfig, Selection, Trained, initial};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -35,20 +36,21 @@ pub struct Resolved {
 }
 
 impl Resolved {
-    /// Selects the trained modules with `select`, after a check of config and recipe.
+    /// Selects the trained modules with `select`, after a check of config and recipe. `select` gives the config the
+    /// layout of an adapter.
     ///
     /// # Errors
     /// As [`check_model`], [`check_experts`] and [`check_stages`]; a score head of another task; errors of `select`.
     pub fn new(
         recipe: &Recipe,
         config: Config,
-        select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
+        select: impl FnOnce(&mut Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
         check_stages(recipe, &config)?;
-        let config = of_task(recipe, config)?;
-        let selection = select(&config)?;
+        let mut config = of_task(recipe, config)?;
+        let selection = select(&mut config)?;
         Ok(Self { config, selection })
     }
 
@@ -86,14 +88,33 @@ impl Resolved {
 /// Refuses keys that the model does not allow, and matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// `parallel.context` above 1 with linear attention or longrope; answers during a run with `parallel.pipeline` above 1
-/// and layers that share state; router losses without routers; `parallel.tensor` above 1 with another number of heads
-/// or width.
+/// Dropout or noise of the model's own; `parallel.context` above 1 with linear attention, longrope or dynamic; answers
+/// during a run with `parallel.pipeline` above 1 and layers that share state; router losses without routers;
+/// `parallel.tensor` above 1 with another number of heads or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    check_noise(recipe, config)?;
     match unsuited(recipe, config) {
         Some(key) => Err(key.error(recipe)),
         None => check_tensor(recipe, config),
     }
+}
+
+/// Refuses dropout and noise of the model's own: training has none.
+fn check_noise(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    const OVERRIDE: &str = "model.override";
+    let shown = |key: &str| format!("{key} = {}", config.key(key).map(short).unwrap_or_default());
+    let given: Vec<String> = config.noise().map(shown).collect();
+    if given.is_empty() {
+        return Ok(());
+    }
+    let zero: Vec<String> = config.noise().map(|key| format!("{key} = 0.0")).collect();
+    Err(Error::Ignored(format!(
+        "{}: {OVERRIDE}: config.json of the model has {}; not built, and of effect in training alone\n  hint: \
+         override = {{ {} }} under [model] trains without it; evaluation is the same",
+        recipe.place(OVERRIDE),
+        given.join(", "),
+        zero.join(", ")
+    )))
 }
 
 /// A key that a model does not allow, or its selection.
@@ -140,7 +161,9 @@ pub(crate) fn unsuited(recipe: &Recipe, config: &Config) -> Option<Unsuited> {
     let (p, family) = (&recipe.parallel, config.family.model_type);
     let tokens = match (config.delta.is_some(), config.rope_turn().is_some()) {
         (true, _) => Some(format!("not built for linear attention, of which {family} has layers")),
-        (_, true) => Some("not built for longrope, whose factors go by the length of a document".into()),
+        (_, true) => {
+            Some("not built for longrope and dynamic, whose factors go by the length of a document".into())
+        }
         _ => None,
     };
     if let Some(why) = tokens.filter(|_| p.context > 1) {
@@ -429,10 +452,24 @@ fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
     ))
 }
 
-/// As [`selection`], from the config of the adapter alone.
-pub(crate) fn selection_without_weights(recipe: &Recipe, config: &Config) -> ft_base::Result<Selection> {
-    selection(recipe, config, || match adapter_dir(&Settings::from_env(), recipe, false)? {
-        Some(dir) => Ok(Selection::from_peft(config, &PeftConfig::load(&dir)?)?),
+/// As [`selection`], from the config of the adapter alone; gives `config` its layout. Beside rules, a missing adapter
+/// has no effect.
+pub(crate) fn selection_without_weights(recipe: &Recipe, config: &mut Config) -> ft_base::Result<Selection> {
+    let of_adapter = || -> ft_base::Result<Option<PeftConfig>> {
+        let dir = adapter_dir(&Settings::from_env(), recipe, false)?;
+        Ok(dir.map(|dir| PeftConfig::load(&dir)).transpose()?)
+    };
+    let adapter = match (recipe.train.is_empty(), &config.moe) {
+        (true, _) => of_adapter()?,
+        (false, Some(_)) => of_adapter().ok().flatten(),
+        (false, None) => None,
+    };
+    if let Some(adapter) = &adapter {
+        adapter.set_layout(config);
+    }
+    let config = &*config;
+    selection(recipe, config, || match &adapter {
+        Some(adapter) => Ok(Selection::from_peft(config, adapter)?),
         None => Ok(Selection::frozen(config)),
     })
 }
@@ -441,6 +478,25 @@ pub(crate) fn selection_without_weights(recipe: &Recipe, config: &Config) -> ft_
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn noise_of_the_class_is_refused_with_the_override_that_ends_it() -> anyhow::Result<()> {
+        let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+                    train = [{ source = \"x\", format = \"text\" }]\n";
+        let recipe = Recipe::parse(text, "r.toml", &[])?;
+        for (family, told) in [
+            ("llama", "{ attention_dropout = 0.0 }"),
+            ("phi3", "{ attention_dropout = 0.0, resid_pdrop = 0.0 }"),
+            ("mixtral", "{ attention_dropout = 0.0, router_jitter_noise = 0.0 }"),
+        ] {
+            let raw = json!({"model_type": family, "attention_dropout": 0.1, "resid_pdrop": 0.1,
+                "router_jitter_noise": 0.1, "embd_pdrop": 0.1});
+            let config = Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())?;
+            let e = check_model(&recipe, &config).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(e.contains("attention_dropout = 0.1") && e.contains(told), "{family}: {e}");
+        }
+        Ok(())
+    }
 
     #[test]
     fn a_balancing_loss_of_the_config_alone_is_told() -> anyhow::Result<()> {

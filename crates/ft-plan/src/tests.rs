@@ -221,8 +221,8 @@ struct Sweep {
 impl Sweep {
     fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
         let recipe = recipe(source, rules, set)?;
-        let found = source::find(&recipe)?;
-        let selection = selection_without_weights(&recipe, &found.config)?;
+        let mut found = source::find(&recipe)?;
+        let selection = selection_without_weights(&recipe, &mut found.config)?;
         Ok(Self { recipe, found, selection, cuda, host: None })
     }
 

@@ -90,6 +90,9 @@ impl Job {
         let (mut adapter, mut tokenizer) = (None, None);
         let Resolved { config, mut selection } = Resolved::new(&recipe, config, |config| {
             adapter = lookup::adapter(&settings, &recipe, progress)?;
+            if let Some(adapter) = &adapter {
+                adapter.config.set_layout(config);
+            }
             if want != Want::Config {
                 tokenizer = lookup::tokenizer(&recipe, &model.dir, adapter.as_ref())?;
             }

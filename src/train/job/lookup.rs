@@ -50,15 +50,8 @@ pub fn tokenizer(
         Token::Id(_) => None,
     });
     let tokenizer = tokenizer_of((dir, adapter), template.as_deref(), texts)?;
-    if let Some((name, known)) = tokenizer.as_ref().and_then(|t| t.unread(&recipe.data.template)) {
+    if let Some((name, why)) = tokenizer.as_ref().and_then(|t| unread_variable(t, &recipe.data.template)) {
         let key = format!("data.template.{name}");
-        let why = match ft_recipe::nearest(name, known) {
-            _ if Tokenizer::sets(name) => "each row sets it itself\n  hint: leave it out".to_string(),
-            Some(near) => {
-                format!("the chat template has no variable of this name\n  hint: {near:?} is one of its own")
-            }
-            None => "the chat template has no variable of this name".to_string(),
-        };
         return Err(Error::at(recipe, &key, format!("{key}: {why}")).into());
     }
     if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
@@ -66,6 +59,22 @@ pub fn tokenizer(
         tell(&format!("tokens beside the model's own: {}", each.join(", ")));
     }
     Ok(tokenizer)
+}
+
+/// The first of the given variables that the chat template does not read, and the reason with a hint.
+pub fn unread_variable<'v>(
+    tokenizer: &Tokenizer,
+    given: &'v Map<String, Value>,
+) -> Option<(&'v str, String)> {
+    let (name, known) = tokenizer.unread(given)?;
+    let why = match ft_recipe::nearest(name, known) {
+        _ if Tokenizer::sets(name) => "each conversation sets it itself\n  hint: leave it out".to_string(),
+        Some(near) => {
+            format!("the chat template has no variable of this name\n  hint: {near:?} is one of its own")
+        }
+        None => "the chat template has no variable of this name".to_string(),
+    };
+    Some((name, why))
 }
 
 /// Loads the tokenizer of a model folder, with a chat template in place of its own, with the tokens that an adapter

@@ -453,6 +453,68 @@ fn layers_to_transform_are_layers_in_experts_too() -> Result<()> {
     Ok(())
 }
 
+/// The names and shapes are those of PEFT 0.21 on transformers 5, where Mixtral's mixture is called `mlp`.
+#[test]
+fn parameters_of_mixtral_have_the_names_of_transformers_5() -> Result<()> {
+    let extra = json!({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 1});
+    let (base, dir) = (config(extra)?, tempfile::tempdir()?);
+    let targets = json!({"target_modules": [],
+        "target_parameters": ["experts.down_proj", "experts.gate_up_proj", "mlp.gate.weight"]});
+    let mut tensors = Vec::new();
+    for (module, shapes) in [
+        ("experts.base_layer", [[16usize, 32], [96, 16]]),
+        ("experts", [[16, 48], [32, 16]]),
+        ("gate", [[4, 32], [4, 4]]),
+    ] {
+        for (half, shape) in ["A", "B"].iter().zip(&shapes) {
+            let zeros = Tensor::zeros(&shape[..], DType::F32, &Device::Cpu)?;
+            tensors.push((format!("{PREFIX}model.layers.0.mlp.{module}.lora_{half}.weight"), zeros));
+        }
+    }
+    write_file(&dir.path().join("adapter_model.safetensors"), &tensors, &[])?;
+    std::fs::write(dir.path().join("adapter_config.json"), Value::Object(raw(targets)?).to_string())?;
+    let held = Adapter::open(dir.path())?;
+    let c = held.config_of(base)?;
+    let s = held.selection(&c)?;
+    held.check_against(&s, &s.trained())?;
+    // gate and up share A
+    assert_eq!(s.trained().len(), 2 + 4 * (1 + 1 + 1 + 2));
+    let (written, names) =
+        (config_json(&s, "base", None), ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]);
+    assert_eq!(written["target_parameters"], json!(names.map(|name| format!("mlp.{name}"))));
+    Ok(())
+}
+
+#[test]
+fn weights_of_linears_are_parameters_unless_their_modules_are_named() -> Result<()> {
+    let c = config(json!({}))?;
+    for (parameter, why) in [
+        ("o_proj.weight", None),
+        ("q_proj.weight", Some("self_attn.q_proj.weight: target_modules names it too")),
+        ("experts.down_proj", Some("experts.down_proj: no parameter that ft adapts in qwen3")),
+    ] {
+        match (Selection::from_peft(&c, &peft(json!({"target_parameters": [parameter]}))?), why) {
+            (Ok(s), None) => assert_eq!(names(&s).len(), 4 * 2 * 3),
+            (Err(e), Some(why)) => {
+                let e = e.to_string();
+                assert!(e.contains(why) && e.contains("hint: merge it"), "{e}");
+            }
+            (other, _) => panic!("{parameter}: {other:?}"),
+        }
+    }
+    Ok(())
+}
+
+/// A hint about rules is of no use to who has an adapter.
+#[test]
+fn dora_on_the_embedding_of_an_adapter_is_refused_with_a_hint() -> Result<()> {
+    let extra = peft(json!({"target_modules": ["embed_tokens"], "use_dora": true}))?;
+    let e = Selection::from_peft(&config(json!({}))?, &extra).err().context("refused")?.to_string();
+    assert!(e.contains("DoRA on the embedding") && e.contains("hint: merge it"), "{e}");
+    Ok(())
+}
+
 /// Look-around is matched by backtracking, with a bound.
 #[test]
 fn expressions_that_backtrack_too_often_are_refused_by_name() -> Result<()> {

@@ -12,16 +12,14 @@
 //! and the config's scale is 1.
 
 use crate::adapters::peft::{self, PREFIX, metadata};
-use crate::adapters::{Adapter, Choice, Error, Part, PeftConfig, Selection, part_name};
-use crate::files::TensorFiles;
+use crate::adapters::{Adapter, Choice, Error, Part, Selection, part_name};
 use crate::model::modules::{Group, Module};
 use crate::model::{Config, Moe};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
-use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// Target of an export.
@@ -113,7 +111,7 @@ impl<'a> Export<'a> {
             let why = format!("{} has no experts: the adapter loads as it is", self.config.family.model_type);
             return Err(fail(&self.adapter.dir, why).into());
         };
-        if self.config.family.experts.is_some_and(|x| x.fused) {
+        if moe.fused {
             let why = "its adapters are fused as they are: nothing to export";
             return Err(fail(&self.adapter.dir, why.into()).into());
         }
@@ -339,76 +337,11 @@ fn fuse(
     Ok((a, Tensor::from_vec(b, (out, rank * e), &Device::Cpu)?, rank))
 }
 
-/// Reads a fused adapter back into one pair per linear.
-///
-/// # Errors
-/// An unreadable folder; shapes that do not match the config.
-pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, HashMap<String, Tensor>)> {
-    let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
-    let mut selection = Selection::frozen(config);
-    selection.tokens_of(config, &PeftConfig::load(dir)?)?;
-    let mut values = HashMap::new();
-    let get = |name: &str| files.tensor(name, DType::F32, &Device::Cpu);
-    let path = dir.join("adapter_config.json");
-    let bytes = store::read_inside(dir, "adapter_config.json", store::LARGEST)?;
-    let raw: Value = serde_json::from_slice(&bytes).map_err(|e| fail(&path, e.to_string()))?;
-    let parameters: HashSet<String> =
-        serde_json::from_value(raw["target_parameters"].clone()).map_err(|e| fail(&path, e.to_string()))?;
-    // A and B of all experts, of the layer that was last read.
-    let mut held: (usize, HashMap<String, [Tensor; 2]>) = Default::default();
-    for (m, c) in &mut selection.modules {
-        let name = v5(config, &m.name);
-        if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
-            let own = experts_of(config, l);
-            let has = |parameter| parameters.contains(&format!("{own}.{parameter}"));
-            let (block, which) = (format!("{PREFIX}{own}"), number(config, m));
-            let [o, i] = m.weight_shape()[..] else { continue };
-            // With both parameters adapted, PEFT nests them: down is the outer one.
-            let prefix = match (which == DOWN, has("gate_up_proj"), has("down_proj")) {
-                (true, _, true) | (false, true, false) => block,
-                (false, true, true) => format!("{block}.base_layer"),
-                _ => continue,
-            };
-            if held.0 != l {
-                held = (l, HashMap::new());
-            }
-            let [a, b] = match held.1.entry(prefix) {
-                Entry::Occupied(there) => there.into_mut(),
-                Entry::Vacant(new) => {
-                    let [a, b] = ["A", "B"].map(|half| get(&format!("{}.lora_{half}.weight", new.key())));
-                    new.insert([a?, b?])
-                }
-            };
-            let rank = a.dim(0)? / moe.experts;
-            let a = a.reshape((moe.experts, rank, i))?.get(e)?;
-            let rows = b.dim(0)?;
-            let b = b.reshape((rows, rank, moe.experts))?.narrow(2, e, 1)?.squeeze(2)?;
-            let first = if which == UP { rows - o } else { 0 };
-            values.insert(format!("{}.lora_A.weight", m.name), a.contiguous()?);
-            values.insert(format!("{}.lora_B.weight", m.name), b.narrow(0, first, o)?.contiguous()?);
-            *c = Choice::Lora { spec: unit(rank), lr_scale: 1.0 };
-            continue;
-        }
-        for part in [Part::Weight, Part::Bias, Part::A, Part::B, Part::Rows] {
-            let word = part_name(m, part);
-            let key = format!("{PREFIX}{name}.{word}");
-            let Some(info) = files.info(&key) else { continue };
-            *c = match part {
-                Part::Weight | Part::Bias => Choice::Full { lr_scale: 1.0 },
-                Part::A => Choice::Lora { spec: unit(info.shape[0]), lr_scale: 1.0 },
-                Part::B => Choice::Lora { spec: unit(info.shape[1]), lr_scale: 1.0 },
-                Part::Rows | Part::Magnitude => *c,
-            };
-            values.insert(format!("{}.{word}", m.name), get(&key)?);
-        }
-    }
-    Ok((selection, values))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapters::Trained;
+    use crate::adapters::{PeftConfig, Trained};
+    use crate::files::TensorFiles;
     use crate::model::tiny_qwen3_5_moe;
 
     /// Writes an adapter of ones with this config into `dir`.
@@ -466,7 +399,9 @@ mod tests {
         for name in ["lm_head", "model.embed_tokens"] {
             assert!(written.info(&format!("{PREFIX}{name}.weight")).is_some(), "{name}");
         }
-        let (read, values) = read_fused(&config, &out).expect("read");
-        assert!(read.trained().iter().all(|t| values.contains_key(&t.name)));
+        let read = Adapter::open(&out).expect("an adapter");
+        let config = read.config_of(config).expect("a config");
+        let selection = read.selection(&config).expect("a selection");
+        read.check_against(&selection, &selection.trained()).expect("all of it");
     }
 }

@@ -3,4 +3,4 @@
 mod fused;
 pub mod gguf;
 
-pub use fused::{Export, Target, read_fused};
+pub use fused::{Export, Target};

@@ -3,7 +3,7 @@
 //! [`Base::open`] or [`Base::random`] creates a base; [`Base::in_nf4`] and [`Base::with_copy`] select 4-bit
 //! linears. Tensors are read one by one; [`crate::params::build`] builds a model from them.
 
-use super::check::check_tensors;
+use super::check::{check_quantized, check_tensors};
 use super::error::Error;
 use super::initial::{Factors, Initials};
 use super::layout;
@@ -90,7 +90,10 @@ impl Base {
     }
 
     /// Attaches a 4-bit copy of the checkpoint; frozen weights are read from the copy.
-    pub fn with_copy(self, config: Config, copy: TensorFiles) -> Self {
+    pub fn with_copy(self, mut config: Config, copy: TensorFiles) -> Self {
+        if let (Some(moe), Some(own)) = (&mut config.moe, &self.config.moe) {
+            moe.fused = own.fused;
+        }
         let copy = self.files.is_some().then(|| Arc::new(copy));
         Self { config, copy, ..self }
     }
@@ -98,9 +101,12 @@ impl Base {
     /// Compares the tensors of the checkpoint, and of the 4-bit copy if any, with the config.
     ///
     /// # Errors
-    /// [`Error`] listing missing, unexpected and misshapen tensors.
+    /// [`Error`] listing missing, unexpected and misshapen tensors; a config of 4 bits over other tensors.
     pub fn check(&self) -> Result<(), Error> {
-        self.files.iter().chain(&self.copy).try_for_each(|files| check_tensors(&self.config, files))
+        self.files.iter().chain(&self.copy).try_for_each(|files| check_tensors(&self.config, files))?;
+        // the config is that of the copy, if there is one
+        let read = self.copy.as_ref().or(self.files.as_ref());
+        read.map_or(Ok(()), |files| check_quantized(&self.config, files))
     }
 
     /// Files of the original checkpoint; `None` for random weights.
@@ -401,6 +407,18 @@ mod tests {
     fn config_of(family: &str) -> anyhow::Result<Config> {
         let case = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/families").join(family);
         Ok(Config::load(&case.join("model"), &serde_json::Map::new())?)
+    }
+
+    /// The config of a merged model may be that of its base in 4 bits.
+    #[test]
+    fn a_config_of_4_bits_over_other_tensors_is_refused() -> anyhow::Result<()> {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/families/gemma3/model");
+        let config = config_of("gemma3")?;
+        Base::open(config.clone(), &model)?.check()?;
+        let config = Config { format: WeightFormat::Bitsandbytes, ..config };
+        let told = Base::open(config, &model)?.check().expect_err("a refusal").to_string();
+        assert!(told.contains("quantization_config: bitsandbytes, and no tensor is in 4 bits"), "{told}");
+        Ok(())
     }
 
     /// `init.zeros_(module.weight[module.padding_idx])` in transformers, for both tables of Gemma 4.

@@ -3,7 +3,7 @@
 use super::error::Error;
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Group, constants, modules};
+use crate::model::modules::{Group, Module, constants, modules};
 use crate::quant;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
@@ -76,4 +76,18 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
             problems.join("\n  ")
         ),
     })
+}
+
+/// Checks that a checkpoint of bitsandbytes by its config has 4-bit tensors.
+///
+/// # Errors
+/// It has none.
+pub(super) fn check_quantized(config: &Config, files: &TensorFiles) -> Result<(), Error> {
+    let is_4bit = |m: &Module| quant::find(files, &m.weight_name()).is_some();
+    if !config.is_bitsandbytes() || modules(config).iter().any(is_4bit) {
+        return Ok(());
+    }
+    let why = "config.json: quantization_config: bitsandbytes, and no tensor is in 4 bits\n  hint: take the key out of \
+               config.json, or the tensors that belong to it";
+    Err(Error { place: files.folder(), why: why.into() })
 }

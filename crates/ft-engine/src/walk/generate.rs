@@ -164,8 +164,8 @@ impl<'a> Reader<'a> {
 
     /// The whole document, if with `ids` it has another rotary embedding than its cached tokens; drops these.
     fn turned(&mut self, ids: &[u32]) -> Option<Vec<u32>> {
-        let (past, turn) = (self.seen.len(), self.decoder.config.rope_turn()?);
-        if past == 0 || (past > turn) == (past + ids.len() > turn) {
+        let (past, config) = (self.seen.len(), &self.decoder.config);
+        if past == 0 || config.rope_length(past) == config.rope_length(past + ids.len()) {
             return None;
         }
         let all = [&self.seen[..], ids].concat();
@@ -233,9 +233,9 @@ impl<'a> Reader<'a> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the last token must be read for its logits
         let keep = common.min(ids.len().saturating_sub(1));
-        // A shorter document may have another rotary embedding.
-        let far = |tokens: usize| self.decoder.config.rope_turn().is_some_and(|turn| tokens > turn);
-        let keep = if far(self.seen.len()) == far(ids.len()) { keep } else { 0 };
+        // A document of another length may have another rotary embedding.
+        let of = |tokens: usize| self.decoder.config.rope_length(tokens);
+        let keep = if of(self.seen.len()) == of(ids.len()) { keep } else { 0 };
         let keep = self.forget(keep);
         self.read(&ids[keep..])
     }

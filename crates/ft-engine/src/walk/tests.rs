@@ -3,7 +3,7 @@
 use super::{Dequantize, Execution, Inputs, Recomputed, RouterLosses, Walk};
 use crate::adapters::Adapter;
 use crate::adapters::{Choice, Selection};
-use crate::export::{Export, Target, read_fused};
+use crate::export::{Export, Target};
 use crate::files::TensorFiles;
 use crate::load::Base;
 use crate::model::batch::HostBatch;
@@ -456,11 +456,12 @@ fn exports_have_pytorchs_logits() -> Result<()> {
                 }
                 written => {
                     written?;
-                    let (selection, read) = read_fused(&c.config, out.path())?;
-                    let (d, p) = c.build(&selection, None)?;
-                    for (i, t) in p.tensors.iter().enumerate() {
-                        p.set(i, read.get(&t.name).with_context(|| t.name.clone())?)?;
-                    }
+                    let read = Adapter::open(out.path())?;
+                    let mut base = c.base.clone();
+                    base.config = read.config_of(c.config.clone())?;
+                    let selection = read.selection(&base.config)?;
+                    read.check_against(&selection, &selection.trained())?;
+                    let (d, _) = build(&base, &selection, Some(&read))?;
                     let apart = logits_apart(&d, &rows, &merged, "logits")?;
                     assert!(apart <= BAR, "{what}: fused logits {apart:.1e} apart");
                     fused += 1;
@@ -591,11 +592,21 @@ fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
     Ok(())
 }
 
+/// A case whose documents of more than 8 tokens each have a rotary embedding by their length.
+fn dynamic() -> Result<Case> {
+    let dir = fixtures().join("reference/qwen3-dense");
+    let set = serde_json::json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": 8});
+    let config = Config::load(&dir.join("model"), set.as_object().context("an object")?)?;
+    let base = Base::open(config.clone(), &dir.join("model"))?;
+    Ok(Case { dir, config, base })
+}
+
 /// Generation with a KV cache gives the logits of a full forward pass, also where longer documents have another rotary
 /// embedding.
 #[test]
 fn cached_generation_has_the_logits_of_the_whole_sequence() -> Result<()> {
-    for c in &cases()? {
+    for c in cases()?.iter().chain([&dynamic()?]) {
         let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
         let ids: Vec<u32> = (0..11).map(|i| (7 * i + 3) % c.config.vocab as u32).collect();
         let mut reader = super::generate::Reader::new(&d, CPU);

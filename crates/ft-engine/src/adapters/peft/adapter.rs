@@ -136,11 +136,12 @@ impl Adapter {
         Ok(Some(named.unwrap_or_else(|| numbered(outputs))))
     }
 
-    /// The config of a base with this adapter: with the adapter's score head, if it holds one.
+    /// The config of a base with this adapter: with its layout of experts, and with its score head, if it holds one.
     ///
     /// # Errors
     /// Another number of outputs than the base's score head, or as [`Adapter::scores`].
-    pub fn config_of(&self, base: Config) -> Result<Config, Error> {
+    pub fn config_of(&self, mut base: Config) -> Result<Config, Error> {
+        self.config.set_layout(&mut base);
         match (self.scores()?, &base.scores) {
             (Some(own), Some(there)) if own.len() != there.len() => Err(self.fail(format!(
                 "{SCORE}: {} outputs in the adapter, {} in the base",

@@ -6,6 +6,7 @@
 
 use super::format::{alone, current};
 use crate::adapters::Error;
+use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
 use fancy_regex::Regex;
 use ft_base::store;
@@ -220,6 +221,14 @@ impl PeftConfig {
     /// Whether a module has LoRA.
     pub(super) fn chooses(&self, m: &Module) -> Result<bool, Error> {
         self.targets.matches(m, &self.spellings(&m.name))
+    }
+
+    /// Gives `config` the layout of this adapter: of all experts of a layer at once, as in transformers 5, if it adapts
+    /// parameters.
+    pub fn set_layout(&self, config: &mut Config) {
+        if let Some(moe) = config.moe.as_mut().filter(|_| !self.parameters.is_empty()) {
+            moe.fused = true;
+        }
     }
 
     /// Whether `target_parameters` includes a parameter.

@@ -33,7 +33,7 @@ pub fn save(
     let (mut tensors, mut fused) = (Vec::new(), BTreeMap::new());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
-        if let Some(place) = &t.fused {
+        if let Some(place) = t.fused.as_ref().filter(|place| place.parameter.slice.is_some()) {
             let all = fused.entry(place.name(t.part)).or_insert_with(|| FusedTensor::new(t, place));
             all.add(place, value);
             continue;
@@ -43,7 +43,8 @@ pub fn save(
             let head = selection.name_of(Group::Head);
             tensors.push((format!("{PREFIX}{head}.weight"), Stored::Whole(value.clone())));
         }
-        tensors.push((format!("{PREFIX}{}", t.name), Stored::Whole(value)));
+        let name = t.fused.as_ref().map_or_else(|| t.name.clone(), |place| place.name(t.part));
+        tensors.push((format!("{PREFIX}{name}"), Stored::Whole(value)));
     }
     tensors.extend(fused.into_iter().map(|(name, all)| (format!("{PREFIX}{name}"), Stored::Fused(all))));
     tensors.extend(neutral.into_iter().map(|(name, values)| (name, Stored::Whole(values))));

@@ -1,6 +1,6 @@
 //! Selection by the `adapter_config.json` of a PEFT adapter.
 
-use super::config::{PeftConfig, is_suffix};
+use super::config::{MERGE, PeftConfig, is_suffix};
 use crate::adapters::Error;
 use crate::adapters::selection::rules::check_lora;
 use crate::adapters::selection::tokens::{has_rows, trains_twice};
@@ -10,17 +10,17 @@ use crate::model::modules::{Group, Kind, Module, Parameter};
 use std::sync::Arc;
 
 impl Selection {
-    /// Selection described by a PEFT adapter's config.
+    /// Selection described by a PEFT adapter's config; `config` has its layout ([`PeftConfig::set_layout`]).
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
+        s.parameters_of(peft)?;
         let named = |target: &&String| {
             let is = |p: &Arc<Parameter>| peft.spellings(&p.name).iter().any(|name| is_suffix(name, target));
             s.modules.iter().any(|(m, _)| m.parameter.as_ref().is_some_and(is))
         };
         if let Some(other) = peft.parameters.iter().find(|t| !named(t)) {
             let why = format!(
-                "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: merge it into its base with \
-                 PEFT (merge_and_unload), and name the merged model in model.source",
+                "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: {MERGE}",
                 config.family.model_type
             );
             return Err(Error::Peft { file: peft.file.clone(), why });
@@ -30,7 +30,7 @@ impl Selection {
                 Some(p) => peft.spellings(&p.name).iter().any(|name| peft.adapts(name)),
                 None => peft.chooses(m)?,
             };
-            if peft.spellings(&m.name).iter().any(|name| peft.saves(name)) {
+            if peft.spellings(m.adapted_name()).iter().any(|name| peft.saves(name)) {
                 *c = Choice::Full { lr_scale: 1.0 };
             } else if adapted {
                 let mut spec = peft.spec_of(m)?;
@@ -38,7 +38,11 @@ impl Selection {
                     // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;
                 }
-                check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+                check_lora(m, spec).map_err(|why| {
+                    // The hint is of rules.
+                    let why = format!("{}\n  hint: {MERGE}", why.lines().next().unwrap_or_default());
+                    Error::Peft { file: peft.file.clone(), why }
+                })?;
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }
         }
@@ -47,8 +51,27 @@ impl Selection {
         Ok(s)
     }
 
+    /// Makes parameters of the linears whose weights a PEFT adapter names in `target_parameters`.
+    fn parameters_of(&mut self, peft: &PeftConfig) -> Result<(), Error> {
+        let is_whole = |m: &Module| m.parameter.is_none() && matches!(m.kind, Kind::Linear { .. });
+        for (m, _) in self.modules.iter_mut().filter(|(m, _)| is_whole(m)) {
+            let weight = m.weight_name();
+            if !peft.spellings(&weight).iter().any(|name| peft.adapts(name)) {
+                continue;
+            }
+            if peft.chooses(m)? {
+                let why =
+                    format!("target_parameters: {weight}: target_modules names it too\n  hint: {MERGE}");
+                return Err(Error::Peft { file: peft.file.clone(), why });
+            }
+            let name = m.name.clone();
+            *m = m.clone().into_parameter(&name);
+        }
+        Ok(())
+    }
+
     /// Applies `trainable_token_indices` of a PEFT adapter.
-    pub(crate) fn tokens_of(&mut self, config: &Config, peft: &PeftConfig) -> Result<(), Error> {
+    fn tokens_of(&mut self, config: &Config, peft: &PeftConfig) -> Result<(), Error> {
         let fail = |why: String| Error::Peft {
             file: peft.file.clone(),
             why: format!("trainable_token_indices: {why}"),

@@ -146,11 +146,11 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();
     if is_nested(selection) {
-        return full.iter().map(|m| current(&m.name).into_owned()).collect();
+        return full.iter().map(|m| current(m.adapted_name()).into_owned()).collect();
     }
     // Reversed and sorted, names with a common suffix are adjacent.
     let mut backwards: Vec<String> =
-        selection.modules.iter().map(|(m, _)| m.name.chars().rev().collect()).collect();
+        selection.modules.iter().map(|(m, _)| m.adapted_name().chars().rev().collect()).collect();
     backwards.sort();
     let shared = |end: &str| {
         let end: String = end.chars().rev().collect();
@@ -159,7 +159,7 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
     };
     full.iter()
         .map(|m| {
-            let parts: Vec<&str> = m.name.split('.').collect();
+            let parts: Vec<&str> = m.adapted_name().split('.').collect();
             for from in (0..parts.len()).rev() {
                 let end = parts[from..].join(".");
                 // An index alone could be the suffix of a name in another module list.
@@ -167,7 +167,7 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
                     return end;
                 }
             }
-            m.name.clone()
+            m.adapted_name().to_string()
         })
         .collect()
 }

@@ -292,7 +292,10 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
             ));
         }
         Kind::Embedding { .. } if spec.dora => {
-            return Err(format!("not built yet: DoRA on the embedding ({})", m.name));
+            return Err(format!(
+                "not built yet: DoRA on the embedding ({})\n  hint: a rule of its own with dora = false",
+                m.name
+            ));
         }
         Kind::Embedding { .. } if spec.dropout > 0.0 => {
             return Err(format!(

@@ -28,12 +28,17 @@ pub struct Selection {
     pub notes: Vec<String>,
 }
 
-/// Place of a trained tensor in an adapter of all experts.
+/// Place of a trained tensor in an adapter of parameters.
 fn fused(t: &TrainedPart<'_>, wrapped: &HashSet<&str>) -> Option<Fused> {
-    let (slice, parameter) = (t.module.slice()?, t.module.parameter.as_ref()?);
-    let nested = !slice.outer && wrapped.contains(slice.block.as_str());
-    let place = Fused { parameter: Arc::clone(parameter), expert: t.module.expert?, nested };
-    matches!(t.part, Part::A | Part::B).then_some(place)
+    let parameter = Arc::clone(t.module.parameter.as_ref()?);
+    let slice = parameter.slice.as_ref();
+    let held = match t.part {
+        Part::A | Part::B => true,
+        Part::Weight | Part::Bias => slice.is_none(),
+        Part::Magnitude | Part::Rows => false,
+    };
+    let nested = slice.is_some_and(|s| !s.outer && wrapped.contains(s.block.as_str()));
+    held.then_some(Fused { parameter, expert: t.module.expert.unwrap_or(0), nested })
 }
 
 impl Selection {

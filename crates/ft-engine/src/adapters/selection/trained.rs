@@ -49,27 +49,32 @@ pub struct Trained {
     pub plus: bool,
     /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
-    /// For A and B of an expert's linear: place in an adapter of all experts, if the family has such adapters.
+    /// Place in an adapter of parameters.
     pub fused: Option<Fused>,
 }
 
-/// Place of A or B in PEFT's tensors of all experts of a layer: A `[e r, i]`, rows of an expert together; B `[o, r e]`,
-/// columns of an expert apart.
+/// Place in PEFT's tensors of a parameter: of a linear, or of all experts of a layer, with A `[e r, i]`, rows of an
+/// expert together, and B `[o, r e]`, columns of an expert apart.
 #[derive(Clone, Debug)]
 pub struct Fused {
     pub parameter: Arc<Parameter>,
+    /// 0 for a linear outside of experts.
     pub expert: usize,
     /// Whether another parameter of the module is adapted around this one.
     pub nested: bool,
 }
 
 impl Fused {
-    /// Name of A or B of all experts.
+    /// Name of a part of the parameter.
     pub fn name(&self, part: Part) -> String {
-        let block = self.parameter.slice.as_ref().map_or("", |s| s.block.as_str());
         let nested = if self.nested { ".base_layer" } else { "" };
-        let which = if part == Part::A { "lora_A" } else { "lora_B" };
-        format!("{block}{nested}.{which}.weight")
+        let last = match part {
+            Part::A => "lora_A.weight",
+            Part::B => "lora_B.weight",
+            Part::Bias => "bias",
+            Part::Weight | Part::Magnitude | Part::Rows => "weight",
+        };
+        format!("{}{nested}.{last}", self.parameter.block())
     }
 }
 

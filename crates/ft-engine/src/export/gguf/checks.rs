@@ -1,6 +1,7 @@
 //! Configs that llama.cpp interprets differently or cannot load.
 
 use super::{Error, refuse};
+use crate::model::family::GateFunction;
 use crate::model::rope::Scaling;
 use crate::model::{Config, Delta, KeySource, LayerAttention};
 use ft_kernels::swiglu::Activation;
@@ -29,6 +30,18 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
     }
     if let Some(delta) = &config.delta {
         linear_attention(config, delta, arch)?;
+    }
+    match (config.family.gate, config.glu.activation) {
+        (GateFunction::Silu, Activation::Silu)
+        | (GateFunction::GeluTanh, Activation::GeluTanh)
+        | (GateFunction::Clamped, _) => {}
+        (_, other) => {
+            let why = format!("{other:?}; llama.cpp's {arch} has another function");
+            return refuse("hidden_act or hidden_activation", why);
+        }
+    }
+    if config.moe.is_none() && config.family.experts.is_some_and(|x| x.dense_layers) {
+        return refuse("num_experts", format!("0; llama.cpp's {arch} has experts in each layer"));
     }
     if let Some(moe) = &config.moe {
         let always = arch != "qwen2moe";

@@ -92,6 +92,9 @@ fn of_scaling(rope: &Rope, arch: &str, put: &mut impl FnMut(&str, GgufValue)) ->
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", number(*factor));
         }
+        Scaling::Dynamic { .. } => {
+            return refuse("rope_scaling", "dynamic; llama.cpp has no such scaling");
+        }
         Scaling::Long { .. } if arch != "phi3" => {
             return refuse("rope_scaling", format!("longrope; not built yet: its export to GGUF as {arch}"));
         }

@@ -2,7 +2,7 @@
 //! its class in `defaults/classes.json`.
 
 use super::layers::by_layer;
-use super::rules::CAP;
+use super::rules::{CAP, DROPOUT};
 use ft_kernels::swiglu::Joint;
 
 /// Key of the share of a head's channels that rotate.
@@ -104,9 +104,9 @@ pub enum QkNorms {
 /// The function of the gate in a feed-forward part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateFunction {
-    /// SiLU (`hidden_act`).
+    /// SiLU, or the function that `hidden_act` names.
     Silu,
-    /// GELU by tanh (`hidden_activation`).
+    /// GELU by tanh, or the function that `hidden_activation` names.
     GeluTanh,
     /// Clamped SwiGLU of gpt-oss (`swiglu_limit`, `swiglu_alpha`).
     Clamped,
@@ -152,7 +152,7 @@ pub struct Experts {
     pub dense_layers: bool,
     /// Whether the top-k gates always sum to one; otherwise `norm_topk_prob` decides.
     pub always_normalise: bool,
-    /// Whether adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
+    /// Whether new adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
     /// for gate and up; otherwise of each linear.
     pub fused: bool,
     /// Config key of the experts of a token.
@@ -182,6 +182,11 @@ impl Experts {
     /// Name of a part of the mixture within a layer.
     pub fn within(&self, name: &str) -> String {
         if self.block.is_empty() { name.into() } else { format!("{}.{name}", self.block) }
+    }
+
+    /// As [`Experts::within`], by the names of transformers 5, where every mixture is called `mlp`.
+    pub fn within_current(&self, name: &str) -> String {
+        if self.block.is_empty() { name.into() } else { format!("mlp.{name}") }
     }
 }
 
@@ -316,6 +321,7 @@ pub const FAMILIES: &[Family] = &[
             width_key: "intermediate_size",
             ..EXPERTS
         }),
+        reads: &["router_jitter_noise"],
         ..DENSE
     },
     Family {
@@ -405,7 +411,7 @@ pub const FAMILIES: &[Family] = &[
         joint_qkv: true,
         joint_mlp: true,
         window: Window::Always,
-        reads: &[PARTIAL],
+        reads: &[PARTIAL, "resid_pdrop"],
         ..DENSE
     },
     Family {
@@ -571,7 +577,7 @@ impl Family {
 
     /// Whether the class reads a key, `nested` if of a vision checkpoint: that of Gemma 3 does not cap the logits.
     pub(super) fn reads(&self, key: &str, nested: bool) -> bool {
-        self.reads.contains(&key) && !(key == CAP && nested && !self.by_layer)
+        (key == DROPOUT || self.reads.contains(&key)) && !(key == CAP && nested && !self.by_layer)
     }
 
     /// Every `model_type` of the family.

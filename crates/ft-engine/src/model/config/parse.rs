@@ -7,7 +7,7 @@ use super::keys::Keys;
 use super::layers::TYPES;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope;
-use super::rules::{CAP, OF_SOME};
+use super::rules::{CAP, NOISE, OF_SOME, is_noise};
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe, PROBLEM};
 use ft_base::store;
@@ -116,6 +116,7 @@ impl Config {
         let ropes = rope::read(&keys, family, &attention, (head_dim, max_positions))?;
         let unread = rope::unread((own, &keys), family, &ropes, overrides)?;
         let notes = notes(&keys, (family, nested, tied), &attention, overrides)?;
+        let of_ids = keys.token_ids(vocab, overrides)?;
         let format = whole.weight_format(family)?;
         let config = Self {
             family,
@@ -128,12 +129,12 @@ impl Config {
             head_dim,
             vocab,
             pad: keys.pad(vocab),
-            eps: keys.required("rms_norm_eps", 1e-30..=1.0)?,
+            eps: keys.required("rms_norm_eps", 1e-30..=1e6)?,
             tied: tied && scores.is_none(),
             scores,
             ropes,
             max_positions,
-            notes: unread.into_iter().chain(notes).collect(),
+            notes: unread.into_iter().chain(notes).chain(of_ids).collect(),
             attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
@@ -148,7 +149,6 @@ impl Config {
             unknown: whole.unknown(),
             raw: Map::new(),
         };
-        keys.token_ids(vocab)?;
         config.check_size(&keys)?;
         Ok(config)
     }
@@ -271,7 +271,9 @@ fn notes(
     };
     let mut notes: Vec<String> = other.map(of_tied).into_iter().collect();
     let class = family.nested.filter(|_| nested).map_or(family.architecture, |(_, class)| class);
-    for key in OF_SOME.into_iter().filter(|key| !family.reads(key, nested) && keys.get(key).is_some()) {
+    let noise = NOISE.into_iter().filter(|key| is_noise(keys.get(key)));
+    let given = OF_SOME.into_iter().filter(|key| keys.get(key).is_some()).chain(noise);
+    for key in given.filter(|key| !family.reads(key, nested)) {
         let why = format!("{class} does not read it");
         notes.push(keys.without_effect(key, &why, overrides.contains_key(key))?);
     }
@@ -288,9 +290,16 @@ fn named(model_type: &str, nested: bool) -> Option<(&'static Family, &'static st
 fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Family> {
     let model_type = keys.string("model_type")?.unwrap_or_default();
     let Some((family, architecture)) = named(model_type, nested) else {
+        if let Some((other, _)) = named(model_type, !nested) {
+            let why = match nested {
+                true => format!("{model_type} has none; its keys stand beside model_type"),
+                false => format!("missing; {model_type} has its keys there, {} has none", other.model_type),
+            };
+            return Err(keys.bad(Config::TEXT, why));
+        }
         return Err(Error::Architecture {
             file: file.into(),
-            found: if model_type.is_empty() { "no model_type".into() } else { model_type.into() },
+            found: if model_type.is_empty() { "no model_type".into() } else { short(&model_type.into()) },
             known: FAMILIES.iter().flat_map(Family::names).collect::<Vec<_>>().join(", "),
         });
     };

@@ -125,23 +125,28 @@ pub(super) const CAP: &str = "final_logit_softcapping";
 /// Keys with an effect in the classes of families that read them, and in no other.
 pub(super) const OF_SOME: [&str; 3] = [CAP, "no_rope_layers", "query_pre_attn_scalar"];
 
+/// Key of the dropout of attention's probabilities, which every class reads.
+pub(super) const DROPOUT: &str = "attention_dropout";
+
+/// Keys of dropout and noise in training.
+pub(super) const NOISE: [&str; 6] =
+    [DROPOUT, "embd_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "router_jitter_noise"];
+
+/// Names of activations of gates.
+const ACTIVATIONS: &[(&str, Activation)] =
+    &[("silu", Activation::Silu), ("swish", Activation::Silu), ("gelu_pytorch_tanh", Activation::GeluTanh)];
+
 /// Keys with an effect on the numbers, each with its neutral value (NaN: none).
 const UNSUPPORTED: &[(&str, f64)] = &[
-    ("attention_dropout", 0.0),
     ("attention_multiplier", f64::NAN),
     ("attn_logit_softcapping", f64::NAN),
     ("clip_qkv", f64::NAN),
     ("embedding_multiplier", 1.0),
-    ("embd_pdrop", 0.0),
-    ("hidden_dropout", 0.0),
-    ("hidden_dropout_prob", 0.0),
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
     ("q_lora_rank", f64::NAN),
     ("kv_lora_rank", f64::NAN),
-    ("resid_pdrop", 0.0),
     ("residual_multiplier", 1.0),
-    ("router_jitter_noise", 0.0),
     ("n_shared_experts", 0.0),
     ("shared_expert_intermediate_size", 0.0),
     ("attn_output_gate", 0.0),
@@ -214,12 +219,18 @@ pub(super) const ROPE: &[&str] = &[
     "type",
 ];
 
+/// Whether the value of one of [`NOISE`] is in effect.
+pub(super) fn is_noise(value: Option<&Value>) -> bool {
+    value.and_then(Value::as_f64).is_some_and(|rate| rate != 0.0)
+}
+
 /// Whether a top-level key is in one of the lists above.
 fn knows(key: &str) -> bool {
     HARMLESS.contains(&key)
         || READ.contains(&key)
         || by_layer::READ.contains(&key)
         || OF_SOME.contains(&key)
+        || NOISE.contains(&key)
         || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 
@@ -247,27 +258,27 @@ impl Keys<'_> {
         out
     }
 
-    /// Checks token ids: integers or lists of integers. EOS ids must be in the vocabulary.
-    pub(super) fn token_ids(&self, vocab: usize) -> Result<()> {
-        for key in ["bos_token_id", "pad_token_id", "eos_token_id"] {
+    /// Checks token ids: integers or lists of integers. Notes on EOS ids outside the vocabulary, which are errors in
+    /// `overrides`.
+    pub(super) fn token_ids(&self, vocab: usize, overrides: &Map<String, Value>) -> Result<Vec<String>> {
+        const EOS: &str = "eos_token_id";
+        let mut notes = Vec::new();
+        for key in ["bos_token_id", "pad_token_id", EOS] {
             let Some(v) = self.get(key) else { continue };
             let ids = match v {
                 Value::Array(list) => list.iter().collect(),
                 v => vec![v],
             };
-            let ends = key == "eos_token_id";
+            let numbers: Option<Vec<i64>> = ids.into_iter().map(Value::as_i64).collect();
+            let wanted =
+                || self.bad(key, format!("{}; a token's number, or a list of such, is wanted", short(v)));
             // Old configs write -1 for "none".
-            let right = |id: &&Value| match id.as_i64() {
-                Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
-                None => false,
-            };
-            if !ids.iter().all(right) {
-                let what =
-                    if ends { format!("a token from 0 to {}", vocab - 1) } else { "a token's number".into() };
-                return Err(self.bad(key, format!("{}; {what}, or a list of such, is wanted", short(v))));
+            for id in numbers.ok_or_else(wanted)?.into_iter().filter(|id| key == EOS && *id >= vocab as i64) {
+                let text = format!("{id} is not in the vocabulary of {vocab}: it never ends an answer");
+                notes.push(self.note(key, text, overrides.contains_key(key))?);
             }
         }
-        Ok(())
+        Ok(notes)
     }
 
     /// The padding token, if it is in the vocabulary; negative ids count from its end, as in PyTorch.
@@ -278,13 +289,6 @@ impl Keys<'_> {
     }
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
-        let (key, known) = match family.gate {
-            GateFunction::GeluTanh => ("hidden_activation", &["gelu_pytorch_tanh"][..]),
-            GateFunction::Silu | GateFunction::Clamped => ("hidden_act", &["silu", "swish"][..]),
-        };
-        if let Some(act) = self.string(key)?.filter(|act| !known.contains(act)) {
-            return Err(self.bad(key, format!("{act}; only {} is built", known[0])));
-        }
         self.refuse_by_layer(family)?;
         const GATE: &str = "attn_output_gate";
         if family.gated && self.flag(GATE)? == Some(false) {
@@ -376,11 +380,26 @@ impl Keys<'_> {
         }
     }
 
+    /// Activation of the gates. Convolutions, per-layer inputs and clamped gates have that of the family alone.
+    fn activation(&self, family: &Family) -> Result<Activation> {
+        let (key, own) = match family.gate {
+            GateFunction::GeluTanh => ("hidden_activation", Activation::GeluTanh),
+            GateFunction::Silu | GateFunction::Clamped => ("hidden_act", Activation::Silu),
+        };
+        let Some(name) = self.string(key)? else { return Ok(own) };
+        let is_fixed = family.delta.is_some() || family.by_layer || family.gate == GateFunction::Clamped;
+        let built = || ACTIVATIONS.iter().filter(move |(_, of)| !is_fixed || *of == own);
+        built().find(|(known, _)| *known == name).map(|(_, of)| *of).ok_or_else(|| {
+            let names: Vec<&str> = built().map(|(known, _)| *known).collect();
+            self.bad(key, format!("{name}; {} is built with {}", family.model_type, names.join(", ")))
+        })
+    }
+
     /// Elementwise part of feed-forward layers and experts.
     pub(super) fn glu(&self, family: &Family) -> Result<Glu> {
+        let named = self.activation(family)?;
         let activation = match family.gate {
-            GateFunction::Silu => Activation::Silu,
-            GateFunction::GeluTanh => Activation::GeluTanh,
+            GateFunction::Silu | GateFunction::GeluTanh => named,
             GateFunction::Clamped => Activation::Clamped {
                 alpha: self.number("swiglu_alpha", 1e-6..=1e6)?.unwrap_or(1.702),
                 limit: self.number("swiglu_limit", 1e-6..=1e9)?.unwrap_or(7.0),
@@ -398,8 +417,13 @@ impl Keys<'_> {
             return Ok(None);
         }
         let [a, b] = EXPERT_COUNTS;
-        let [own, a, b] = [x.count_key, a, b].map(|name| self.some(name, EXPERTS));
+        // 0 where a class makes all layers dense then.
+        let count = |name| if x.dense_layers { self.count(name, EXPERTS) } else { self.some(name, EXPERTS) };
+        let [own, a, b] = [x.count_key, a, b].map(count);
         let Some(experts) = own?.or(a?).or(b?) else { return Err(self.bad(x.count_key, "missing")) };
+        if experts == 0 {
+            return Ok(None);
+        }
         let top_k = self.size(x.top_k_key, EXPERTS)?;
         if top_k > experts {
             return Err(self.bad(x.top_k_key, format!("{top_k} of {experts} experts")));
@@ -418,6 +442,7 @@ impl Keys<'_> {
             normalise: x.always_normalise || self.flag("norm_topk_prob")? == Some(true),
             sparse,
             shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
+            fused: x.fused,
         }))
     }
 }

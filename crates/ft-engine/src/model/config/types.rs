@@ -2,6 +2,7 @@
 
 use super::family::{DeltaProjections, Family, QkNorms};
 use super::rope::Rope;
+use super::rules::{NOISE, is_noise};
 use candle_core::DType;
 use ft_kernels::attention::Cache;
 use ft_kernels::delta::{Heads, State};
@@ -173,6 +174,8 @@ pub struct Moe {
     pub sparse: Vec<bool>,
     /// Inner width of the shared expert; 0 if none.
     pub shared: usize,
+    /// Whether adapters are of all experts of a layer at once: those of the family, or the one that is read.
+    pub fused: bool,
 }
 
 impl Config {
@@ -233,6 +236,11 @@ impl Config {
     /// Tokens of the longest document with the rotary embedding of shorter ones, if longer ones have another.
     pub fn rope_turn(&self) -> Option<usize> {
         self.ropes.iter().find_map(Rope::turn)
+    }
+
+    /// A length for all documents with the rotary embedding of one of `tokens`.
+    pub fn rope_length(&self, tokens: usize) -> usize {
+        self.ropes.iter().map(|r| r.length_class(tokens)).max().unwrap_or(0)
     }
 
     /// Longest context covered by the rotary embeddings.
@@ -306,6 +314,12 @@ impl Config {
     pub fn is_tied_inside(&self) -> bool {
         let text = self.raw.get(Self::TEXT).and_then(|text| text.get("tie_word_embeddings"));
         !self.tied && text.and_then(Value::as_bool) == Some(true)
+    }
+
+    /// Keys of dropout and noise that the class has in training, and ft does not.
+    pub fn noise(&self) -> impl Iterator<Item = &'static str> {
+        let is_nested = self.is_nested();
+        NOISE.into_iter().filter(move |key| self.family.reads(key, is_nested) && is_noise(self.key(key)))
     }
 
     /// A key of the file: of the text model, or else of the whole.

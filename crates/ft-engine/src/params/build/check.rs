@@ -25,7 +25,7 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
         let fail = |why: &str| Err(Error::Key { place: m.name.clone(), why: why.into() });
         if matches!(choice, Choice::Full { .. })
             && base.only_4bit(m)
-            && !adapter.is_some_and(|a| a.replaces(&m.name))
+            && !adapter.is_some_and(|a| a.replaces(m.adapted_name()))
         {
             return fail(
                 "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or model.source \

@@ -57,7 +57,8 @@ impl FeedForwardTree {
         let expert = |e| {
             let (own, of) = (format!("{block}.{e}"), (Group::Experts, Some(e)));
             let tree = MlpTree::of((c, layer), &own, family.names, (moe.width, family.bias), of);
-            if family.fused { tree.fused(&layer.name(&block), moe.experts, c.is_mxfp4()) } else { tree }
+            let parameters = layer.name(&family.within_current("experts"));
+            if moe.fused { tree.fused(&parameters, moe.experts, c.is_mxfp4()) } else { tree }
         };
         let router = linear(family.router, moe.experts, family.bias);
         let experts = (0..moe.experts).map(expert).collect();
@@ -67,8 +68,9 @@ impl FeedForwardTree {
             (own, linear("shared_expert_gate", 1, false))
         };
         let Some(beside) = &family.beside else {
+            let parameter = layer.name(&family.within_current(family.router));
             return FeedForwardTree::Mixture {
-                router: if family.fused { router.into_parameter() } else { router },
+                router: if moe.fused { router.into_parameter(&parameter) } else { router },
                 experts,
                 shared: (moe.shared > 0).then(shared),
             };

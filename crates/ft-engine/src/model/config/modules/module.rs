@@ -78,7 +78,7 @@ pub struct Module {
     pub layer: Option<usize>,
     /// Expert index, for linears of experts.
     pub expert: Option<usize>,
-    /// The parameter that PEFT adapts in place of this linear, in families whose adapters are fused.
+    /// The parameter that PEFT adapts in place of this linear, if adapters are of parameters.
     pub parameter: Option<Arc<Parameter>>,
     /// The way in which ranks of a tensor group cut the weight.
     pub cut: CutAlong,
@@ -104,6 +104,14 @@ pub struct Parameter {
     pub name: String,
     /// The linear's place, if the parameter is of all experts.
     pub slice: Option<Slice>,
+}
+
+impl Parameter {
+    /// Module of the parameter.
+    pub fn block(&self) -> &str {
+        let of_linear = || self.name.strip_suffix(".weight").unwrap_or(&self.name);
+        self.slice.as_ref().map_or_else(of_linear, |s| &s.block)
+    }
 }
 
 /// Place of an expert's linear in a parameter of all experts of a layer.
@@ -225,10 +233,18 @@ impl Module {
         matches!(self.kind, Kind::Constant { .. })
     }
 
-    /// The linear as PEFT adapts a parameter: its weight is no module's.
-    pub(super) fn into_parameter(self) -> Self {
-        let parameter = Parameter { name: self.weight_name(), slice: None };
+    /// The linear as PEFT adapts a parameter: the weight of `block`, the linear in transformers 5.
+    pub(crate) fn into_parameter(self, block: &str) -> Self {
+        let parameter = Parameter { name: format!("{block}.weight"), slice: None };
         Self { parameter: Some(Arc::new(parameter)), ..self }
+    }
+
+    /// Name of the linear in an adapter.
+    pub fn adapted_name(&self) -> &str {
+        match &self.parameter {
+            Some(p) if p.slice.is_none() => p.block(),
+            _ => &self.name,
+        }
     }
 
     /// The module, cut along consecutive parts of its rows.

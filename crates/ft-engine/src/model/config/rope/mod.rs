@@ -49,6 +49,8 @@ pub enum Scaling {
         /// Context length in pre-training, in tokens.
         original: f64,
     },
+    /// NTK scaling by length (bloc97, emozilla): a larger base for each document of more than `positions` tokens.
+    Dynamic { factor: f64, positions: usize },
     /// YaRN (Peng et al., 2023).
     Yarn {
         factor: f64,
@@ -81,7 +83,9 @@ impl Rope {
     pub fn reach(&self, positions: usize) -> usize {
         let scaled = match self.scaling {
             Scaling::Default | Scaling::Long { .. } => 0.0,
-            Scaling::Linear { factor } | Scaling::Proportional { factor, .. } => factor * positions as f64,
+            Scaling::Linear { factor }
+            | Scaling::Proportional { factor, .. }
+            | Scaling::Dynamic { factor, .. } => factor * positions as f64,
             Scaling::Llama3 { factor, original, .. } | Scaling::Yarn { factor, original, .. } => {
                 factor * original
             }
@@ -93,7 +97,17 @@ impl Rope {
     pub fn turn(&self) -> Option<usize> {
         match self.scaling {
             Scaling::Long { original, .. } => Some(original),
+            Scaling::Dynamic { positions, .. } => Some(positions),
             _ => None,
+        }
+    }
+
+    /// A length for all documents with the frequencies of one of `tokens`: 0 up to [`Rope::turn`].
+    pub fn length_class(&self, tokens: usize) -> usize {
+        match (self.turn().is_some_and(|turn| tokens > turn), &self.scaling) {
+            (false, _) => 0,
+            (true, Scaling::Dynamic { .. }) => tokens,
+            (true, _) => usize::MAX,
         }
     }
 
@@ -109,10 +123,11 @@ impl Rope {
     /// bit.
     fn frequencies_of(&self, tokens: usize) -> (Vec<f32>, f32) {
         let (dim, half) = (self.dim, self.dim / 2);
-        let power = |i: usize| (self.theta as f32).powf((2 * i) as f32 / dim as f32);
+        let theta = self.theta as f32 * self.growth(tokens);
+        let power = |i: usize| theta.powf((2 * i) as f32 / dim as f32);
         let plain: Vec<f32> = (0..half).map(|i| 1.0 / power(i)).collect();
         match self.scaling {
-            Scaling::Default => (plain, 1.0),
+            Scaling::Default | Scaling::Dynamic { .. } => (plain, 1.0),
             Scaling::Linear { factor } => (plain.iter().map(|f| f / factor as f32).collect(), 1.0),
             Scaling::Proportional { factor, share } => {
                 let rotated = (share * dim as f64) as usize / 2;
@@ -159,6 +174,17 @@ impl Rope {
         }
     }
 
+    /// Factor on the base in a document of `tokens`.
+    fn growth(&self, tokens: usize) -> f32 {
+        match self.scaling {
+            Scaling::Dynamic { factor, positions } if tokens > positions => {
+                let longer = factor as f32 * tokens as f32 / positions as f32 - (factor - 1.0) as f32;
+                longer.powf((self.dim as f64 / (self.dim as f64 - 2.0)) as f32)
+            }
+            _ => 1.0,
+        }
+    }
+
     /// Tables for token positions in documents of these lengths, end to end; the last positions, if there are fewer
     /// than tokens.
     pub fn tables(&self, positions: &[u32], docs: &[usize], device: &Device) -> Result<Tables> {
@@ -169,17 +195,20 @@ impl Rope {
 
     /// Host values of [`Rope::tables`].
     pub fn values(&self, positions: &[u32], docs: &[usize]) -> [Vec<f32>; 2] {
-        let [near, far] = [0, usize::MAX].map(|tokens| self.frequencies_of(tokens));
+        let mut lengths: Vec<usize> = docs.iter().chain([&0]).map(|n| self.length_class(*n)).collect();
+        lengths.sort_unstable();
+        lengths.dedup();
+        let sets: Vec<(Vec<f32>, f32)> = lengths.iter().map(|n| self.frequencies_of(*n)).collect();
+        let set = |n: &usize| lengths.partition_point(|of| *of < self.length_class(*n));
         let past = docs.iter().sum::<usize>().saturating_sub(positions.len());
-        let turn = self.turn().unwrap_or(usize::MAX);
-        let is_far = docs.iter().flat_map(|n| std::iter::repeat_n(*n > turn, *n)).skip(past);
-        let is_far = is_far.chain(std::iter::repeat(false));
-        let rows: Vec<(u32, bool)> = positions.iter().copied().zip(is_far).collect();
-        let half = near.0.len().max(1);
-        let [mut cos, mut sin] = [(); 2].map(|()| vec![0.0; rows.len() * near.0.len()]);
+        let of_rows = docs.iter().flat_map(|n| std::iter::repeat_n(set(n), *n)).skip(past);
+        let rows: Vec<(u32, usize)> =
+            positions.iter().copied().zip(of_rows.chain(std::iter::repeat(0))).collect();
+        let half = (self.dim / 2).max(1);
+        let [mut cos, mut sin] = [(); 2].map(|()| vec![0.0; rows.len() * (self.dim / 2)]);
         let all = (cos.par_chunks_mut(half), sin.par_chunks_mut(half), &rows).into_par_iter();
-        all.with_min_len(ROWS).for_each(|(cos, sin, (p, is_far))| {
-            let (freq, factor) = if *is_far { &far } else { &near };
+        all.with_min_len(ROWS).for_each(|(cos, sin, (p, set))| {
+            let (freq, factor) = &sets[*set];
             for ((cos, sin), f) in cos.iter_mut().zip(sin).zip(freq) {
                 let (s, c) = (*p as f32 * f).sin_cos();
                 (*cos, *sin) = (c * factor, s * factor);

@@ -24,6 +24,9 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// Key of YaRN's rounding.
 const TRUNCATE: &str = "truncate";
 
+/// Name of NTK scaling by length.
+const DYNAMIC: &str = "dynamic";
+
 /// Names of LongRoPE; the second is Phi-3's alone.
 const LONG: [&str; 2] = ["longrope", "su"];
 
@@ -34,7 +37,7 @@ const BESIDE: [&str; 5] = [BASE, KINDS[0], KINDS[1], "mrope_interleaved", "mrope
 fn keys_of(kind: &str) -> &'static [&'static str] {
     match kind {
         DEFAULT => &[],
-        "linear" => &["factor"],
+        "linear" | DYNAMIC => &["factor"],
         "proportional" => &["factor", PARTIAL],
         "llama3" => &["factor", "high_freq_factor", "low_freq_factor", ORIGINAL],
         "yarn" => &[
@@ -59,6 +62,7 @@ pub(in crate::model::config) fn read(
     (head_dim, positions): (usize, usize),
 ) -> Result<Vec<Rope>> {
     let of = |((t, base), slides): ((&Keys<'_>, &str), bool)| -> Result<Rope> {
+        check(keys, t, family)?;
         let dim =
             if family.two_ropes { dim_of(keys, layers, slides)? } else { rotary(keys, t, family, head_dim)? };
         let theta = match t.number(BASE, THETA)? {
@@ -83,7 +87,7 @@ pub(in crate::model::config) fn unread(
         let kind = kind_of(&t)?;
         let other = format!("rope_type is {kind}");
         for key in ROPE.iter().filter(|key| !BESIDE.contains(key)) {
-            let is_read = keys_of(kind).contains(key) || (*key == PARTIAL && !family.two_ropes);
+            let is_read = keys_of(kind).contains(key) || (*key == PARTIAL && has_share(family));
             let (effect, why) = match *key {
                 TRUNCATE if is_read => {
                     (json!(truncates(keys, &t, family)?), "it is read beside the layer types")
@@ -100,11 +104,13 @@ pub(in crate::model::config) fn unread(
         let why = theta.map_or("all layers have one base".into(), |t| format!("the base in effect is {t}"));
         notes.extend(idle(file, key, (json!(theta), &why), overrides)?);
     }
-    if family.two_ropes {
+    if !has_share(family) {
         let of = |r: &Rope| if let Scaling::Proportional { share, .. } = r.scaling { share } else { 1.0 };
         let share = ropes.iter().map(of).fold(1.0, f64::min);
         let why = format!("the share in effect is {share}");
         notes.extend(idle(file, PARTIAL, (json!(share), &why), overrides)?);
+    }
+    if family.two_ropes {
         let why = "it is read in the tables of the layer types";
         notes.extend(idle(file, ORIGINAL, (Value::Null, why), overrides)?);
         let tables = keys.table(ROPE_PARAMETERS)?.unwrap_or_else(|| keys.over(&NONE));
@@ -140,19 +146,29 @@ fn bad_share(keys: &Keys<'_>, t: &Keys<'_>, why: String) -> Error {
     table.bad(PARTIAL, why)
 }
 
+/// Whether a family's class without a scaling rotates a share of the channels; others rotate all.
+fn has_share(family: &Family) -> bool {
+    !family.two_ropes && (family.default_rotary < 1.0 || family.reads.contains(&PARTIAL))
+}
+
 /// Number of rotated channels of a head.
 fn rotary(keys: &Keys<'_>, t: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
     let rotary = (head_dim as f64 * share(keys, t)?.unwrap_or(family.default_rotary)) as usize;
-    let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&PARTIAL);
-    if rotary == 0 || !rotary.is_multiple_of(2) || !built {
-        let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
-        let what = match built {
-            true => "an even number",
-            false => "all\n  hint: transformers ignores it without a scaling; 1.0 in its place does the same",
-        };
-        return Err(bad_share(keys, t, why + what));
+    let (built, is_default) = (has_share(family) || rotary == head_dim, kind_of(t)? == DEFAULT);
+    match built {
+        true if rotary > 0 && rotary.is_multiple_of(2) => Ok(rotary),
+        false if is_default => Ok(head_dim),
+        _ => {
+            let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
+            let what = match built {
+                true => "an even number",
+                false => {
+                    "all\n  hint: override = { partial_rotary_factor = 1.0 } under [model] keeps the scaling"
+                }
+            };
+            Err(bad_share(keys, t, why + what))
+        }
     }
-    Ok(rotary)
 }
 
 /// Channels of a head of sliding or of full layers.
@@ -190,8 +206,8 @@ fn check(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<()> {
     let kind = kind_of(t)?;
     let built: &[&str] = match (family.joint_qkv, family.two_ropes) {
         (true, _) => &[DEFAULT, LONG[0]],
-        (false, true) => &[DEFAULT, "linear", "llama3", "proportional", "yarn"],
-        (false, false) => &[DEFAULT, "linear", "llama3", LONG[0], "yarn"],
+        (false, true) => &[DEFAULT, DYNAMIC, "linear", "llama3", "proportional", "yarn"],
+        (false, false) => &[DEFAULT, DYNAMIC, "linear", "llama3", LONG[0], "yarn"],
     };
     let name = if family.joint_qkv && kind == LONG[1] { LONG[0] } else { kind };
     if !built.contains(&name) {
@@ -224,7 +240,6 @@ fn scaling(
     family: &Family,
     (dim, positions): (usize, usize),
 ) -> Result<Scaling> {
-    check(keys, t, family)?;
     let kind = kind_of(t)?;
     let need = |key: &str| -> Result<f64> {
         t.number(key, FACTOR)?.ok_or_else(|| t.bad(key, format!("missing; rope_type {kind} needs it")))
@@ -236,6 +251,7 @@ fn scaling(
     Ok(match kind {
         DEFAULT => Scaling::Default,
         "linear" => Scaling::Linear { factor: need("factor")? },
+        DYNAMIC => Scaling::Dynamic { factor: need("factor")?, positions },
         "llama3" => {
             let factor = need("factor")?;
             let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);

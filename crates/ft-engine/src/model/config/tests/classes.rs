@@ -3,12 +3,12 @@
 use super::*;
 use crate::model::config::family::FAMILIES;
 use crate::model::config::rope::{Rope, Scaling};
-use std::path::Path;
 
 fn of_rope(r: &Rope) -> Value {
     let mut out = match &r.scaling {
         Scaling::Default => json!({"kind": "default"}),
         Scaling::Linear { factor } => json!({"kind": "linear", "factor": factor}),
+        Scaling::Dynamic { factor, .. } => json!({"kind": "dynamic", "factor": factor}),
         Scaling::Proportional { factor, .. } => json!({"kind": "proportional", "factor": factor}),
         Scaling::Llama3 { factor, original, .. } => {
             json!({"kind": "llama3", "factor": factor, "original": original})
@@ -36,13 +36,13 @@ fn of_config(c: &Config) -> Value {
 /// Sizes, windows and rotary embeddings are those of transformers (`tests/fixtures/make_configs.py`).
 #[test]
 fn absent_keys_have_the_defaults_of_transformers() -> anyhow::Result<()> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/configs.json");
-    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(file)?)?;
+    let cases = cases()?;
     for case in &cases {
         let (name, got) = (&case["name"], of_config(&read(&case["config"])?));
         for (key, want) in case["want"].as_object().into_iter().flatten() {
-            // Null where a family has none, or one for each layer.
-            if !(want.is_null() && ["head_dim", "divisor"].contains(&key.as_str())) {
+            // Null where a family has none, or one for each layer. Frequencies: `tests/ropes.rs`.
+            let is_null = want.is_null() && ["head_dim", "divisor"].contains(&key.as_str());
+            if !is_null && key != "frequencies" {
                 assert_eq!(&got[key], want, "{name}: {key}");
             }
         }
@@ -113,12 +113,17 @@ fn keys_of_other_classes_are_told() -> Result<()> {
         ("no_rope_layers", json!([]), "llama"),
         ("final_logit_softcapping", json!(30.0), "qwen2"),
         ("query_pre_attn_scalar", json!(64), "gemma4_text"),
+        ("partial_rotary_factor", json!(0.5), "llama"),
+        ("embd_pdrop", json!(0.1), "phi3"),
+        ("resid_pdrop", json!(0.1), "llama"),
         ("layer_types", json!(vec!["sliding_attention"; 40]), "glm4"),
     ] {
         let raw = json!({ "model_type": family });
         let c = read(&with(raw.clone(), &json!({ key: value })))?;
         assert!(c.notes.len() == 1 && c.notes[0].starts_with(&format!("{key}: ")), "{family}: {:?}", c.notes);
-        assert_eq!((c.logit_cap, c.attention), (None, read(&raw)?.attention), "{family}: {key}");
+        let plain = read(&raw)?;
+        let same = (None, plain.attention, plain.ropes);
+        assert_eq!((c.logit_cap, c.attention, c.ropes), same, "{family}: {key}");
         let e = error_of(Config::overridden("config.json", object(&raw), &object(&json!({ key: value }))));
         assert!(e.contains(&format!("{key}: ")) && e.contains("model.override's"), "{e}");
     }

@@ -1,7 +1,7 @@
 //! Overrides of rotary embeddings.
 
 use super::*;
-use crate::model::config::rope::Scaling;
+use crate::model::config::rope::{Rope, Scaling};
 
 /// A config with overrides: its embeddings, and the text model in its file, read again.
 fn overridden(raw: Value, set: Value) -> Result<(Config, Value)> {
@@ -322,8 +322,16 @@ fn errors_name_the_table_that_has_the_key() {
         ),
         (json!({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}), ": rope_scaling.type: yarn; "),
         (
+            json!({"model_type": "llama", "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}),
+            ": rope_scaling.rope_type: proportional; ",
+        ),
+        (
+            json!({"model_type": "llama", "partial_rotary_factor": 0.5, "rope_parameters": linear(2.0)}),
+            ": partial_rotary_factor: 64 of 128 channels; llama rotates all",
+        ),
+        (
             json!({"model_type": "olmo3", "rope_scaling": {"rope_type": "longrope"}}),
-            ": rope_scaling.rope_type: longrope; olmo3 is built with default, linear, llama3, proportional, yarn",
+            ": rope_scaling.rope_type: longrope; olmo3 is built with default, dynamic, linear, llama3, proportional",
         ),
     ] {
         let e = refused(raw.clone(), json!({}));
@@ -357,6 +365,13 @@ fn keys_of_other_types_are_told() -> Result<()> {
     for (family, key, table, path) in [
         ("llama", "rope_scaling", json!({"original_max_position_embeddings": 64}), "original_max"),
         ("llama", "rope_scaling", json!({"rope_type": "default", "beta_fast": 16}), "beta_fast"),
+        ("qwen3", "rope_parameters", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (
+            "llama",
+            "rope_scaling",
+            json!({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}),
+            "original_max",
+        ),
         (
             "llama",
             "rope_scaling",
@@ -391,6 +406,28 @@ fn keys_of_other_types_are_told() -> Result<()> {
     let (c, _) = overridden(file, json!({"rope_theta": 2e6}))?;
     assert_eq!(c.ropes[0].theta, 2e6);
     assert!(c.notes[0].starts_with("rope_parameters.rope_theta: 1000000.0 has no effect"), "{:?}", c.notes);
+    Ok(())
+}
+
+/// A document beyond `max_position_embeddings` has frequencies by its length, in a packed row too.
+#[test]
+fn dynamic_has_the_frequencies_of_transformers() -> anyhow::Result<()> {
+    let mut compared = 0;
+    for case in &cases()? {
+        let Some(want) = case["want"]["frequencies"].as_array() else { continue };
+        let rope = read(&case["config"])?.ropes.swap_remove(0);
+        let positions: Vec<u32> = (0..20).chain(0..90).collect();
+        let [_, sin] = rope.values(&positions, &[20, 90]);
+        let row = |i: usize| &sin[i * want.len()..(i + 1) * want.len()];
+        let plain = Rope { scaling: Scaling::Default, ..rope.clone() };
+        assert_eq!(row(1), plain.values(&[1], &[20])[1], "{}", case["name"]);
+        for (sin, want) in row(21).iter().zip(want) {
+            let want = want.as_f64().unwrap_or(0.0).sin();
+            assert!((f64::from(*sin) - want).abs() <= 1e-6 * want, "{}: {sin}, {want}", case["name"]);
+        }
+        compared += 1;
+    }
+    assert!(compared > 0);
     Ok(())
 }
 
