@@ -190,7 +190,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         }
     };
     if let Err(e) = crate::train::memory::start_threads() {
-        return exit(&[e.into()]);
+        return exit(&[e]);
     }
     // reject an invalid environment variable before any work
     if let Err(e) = pairs::path() {

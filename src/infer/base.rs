@@ -1,11 +1,13 @@
 //! The base model of an adapter: where to find it, and whether to quantize it.
 
+use super::run_folder::{is_other_base, run_base};
 use super::usage;
 use ft_base::terminal::{plural, tell, warn};
 use ft_engine::adapters::{self, Adapter};
 use ft_engine::model::Config;
 use ft_hub::{ModelDir, Want};
 use ft_recipe::Quantize;
+use std::path::Path;
 
 /// Finds a model, downloads missing files, and prints the notes on it.
 ///
@@ -25,20 +27,29 @@ pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
     Adapter::open(&ft_hub::fetch_adapter(source, "main", true)?)
 }
 
-/// The base named on the command line, or the one named in the adapter's config.
+/// The base named on the command line, or the one named in the adapter's config; of the adapter of a `run`, in the
+/// folder that the run took it from.
 ///
 /// # Errors
 /// A missing base.
-pub fn base_of(adapter: &Adapter, named: Option<&str>, want: Want) -> ft_base::Result<ModelDir> {
+pub fn base_of(
+    adapter: &Adapter,
+    run: Option<&Path>,
+    named: Option<&str>,
+    want: Want,
+) -> ft_base::Result<ModelDir> {
     let fail = |why| adapters::Error::Peft { file: adapter.config.file.clone(), why };
     let (source, revision) = match (named, adapter.config.base()) {
-        (Some(base), _) => (base, None),
-        (None, Some(base)) => base,
+        (Some(base), _) => (base.to_string(), None),
+        (None, Some((base, revision))) => {
+            let of_run = run.and_then(|run| run_base(run, base));
+            (of_run.unwrap_or_else(|| base.to_string()), revision)
+        }
         (None, None) => {
             return Err(fail("base_model_name_or_path: names no base\n  hint: --base MODEL".into()).into());
         }
     };
-    let model = fetch_model(source, revision.unwrap_or("main"), want);
+    let model = fetch_model(&source, revision.unwrap_or("main"), want);
     model.map_err(|e| match (named, e) {
         (None, e @ ft_hub::Error::Missing { .. }) => fail(format!(
             "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
@@ -46,6 +57,19 @@ pub fn base_of(adapter: &Adapter, named: Option<&str>, want: Want) -> ft_base::R
         .into(),
         (_, e) => ft_base::Error::from(e),
     })
+}
+
+/// Warns if the base of a run's adapter has changed since the run began.
+pub fn warn_of_change(run: Option<&Path>, base: &ModelDir) {
+    let changed = |run: &&Path| is_other_base(run, &base.dir) == Some(true);
+    if let Some(run) = run.filter(changed) {
+        warn(&format!(
+            "{}: the base has changed since the training: {} was trained on other weights\n  \
+             hint: put them back, or name the base of the training as --base MODEL",
+            base.source,
+            run.display()
+        ));
+    }
 }
 
 /// Whether to quantize the base to NF4 while loading: as `chosen`, or as in the adapter's training. Prints

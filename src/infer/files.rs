@@ -79,7 +79,7 @@ impl ModelFiles {
             }
             (Err(ft_hub::Error::IsAdapter { .. }), None) => {
                 let adapter = open_adapter(name)?;
-                (base_of(&adapter, None, Want::Weights)?, Some(adapter))
+                (base_of(&adapter, source.run.as_deref(), None, Want::Weights)?, Some(adapter))
             }
             (model, named) => (model?, named),
         };
@@ -99,7 +99,7 @@ impl ModelFiles {
     /// override the training's.
     ///
     /// # Errors
-    /// A missing or unusable tokenizer.
+    /// A missing or unusable tokenizer; as [`Prompter::new`].
     pub fn prompt_format(
         &self,
         form: PromptFormat,
@@ -111,9 +111,8 @@ impl ModelFiles {
         let own = own.map(|template| PathBuf::from(template.origin));
         let tokenizer = self.tokenizer(template.or(own.as_deref()))?;
         let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);
-        let mut all = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();
-        all.extend(variables);
-        Ok(Prompter { tokenizer, form, variables: all })
+        let trained = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();
+        Prompter::new(tokenizer, form, trained, variables)
     }
 
     /// Loads the model onto each device, if all have enough memory. Also returns the most tokens of a document.

@@ -62,6 +62,9 @@ impl Model {
         refuse_scores(&job.config)?;
         let context = check_memory(job.inference_model(), devices)?;
         let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(&job.model))?;
+        let trained = job.trained();
+        let form = if options.chat_template.is_some() { PromptFormat::Chat } else { trained.form };
+        let prompt = Prompter::new(tokenizer, form, trained.template, options.variables)?;
         let generation = GenerationConfig::read(&job.model.dir)?;
         let (mut replicas, mut has_checkpoint) = (Vec::new(), false);
         for device in devices {
@@ -74,11 +77,6 @@ impl Model {
         if !has_checkpoint {
             tell("there is no checkpoint yet: the model answers as it was before the first step");
         }
-        let trained = job.trained();
-        let mut variables = trained.template;
-        variables.extend(options.variables);
-        let form = if options.chat_template.is_some() { PromptFormat::Chat } else { trained.form };
-        let prompt = Prompter { tokenizer, form, variables };
         Ok(Self { replicas, prompt, context, generation })
     }
 

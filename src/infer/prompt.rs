@@ -1,5 +1,7 @@
 //! Prompt format of a model.
 
+use super::usage;
+use crate::train::job;
 use ft_data::{Error, PromptFormat, Tokenizer};
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -13,6 +15,27 @@ pub struct Prompter {
 }
 
 impl Prompter {
+    /// With the template variables of the training, and those `given` as `--template` over them.
+    ///
+    /// # Errors
+    /// A given variable without effect.
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        form: PromptFormat,
+        trained: Map<String, Value>,
+        given: Map<String, Value>,
+    ) -> ft_base::Result<Self> {
+        if form != PromptFormat::Chat && !given.is_empty() {
+            return Err(usage("--template: the model was not trained with a chat template"));
+        }
+        if let Some((name, why)) = job::unread_variable(&tokenizer, &given) {
+            return Err(usage(format!("--template {name}: {why}")));
+        }
+        let mut variables = trained;
+        variables.extend(given);
+        Ok(Self { tokenizer, form, variables })
+    }
+
     /// Token ids of a conversation in the chat template, up to the start of the answer. `more` are further
     /// variables of the template.
     ///

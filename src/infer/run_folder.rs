@@ -2,6 +2,9 @@
 
 use crate::log::read_metrics;
 use crate::train::Job;
+use crate::train::job::hash::model_hash;
+use crate::train::job::of_task;
+use ft_engine::model::Config;
 use ft_hub::Want;
 use ft_recipe::{Init, Recipe, Reference};
 use serde_json::Value;
@@ -23,10 +26,8 @@ pub fn recipe_of(folder: &Path, set: &[String]) -> ft_base::Result<Option<Recipe
 /// Unreadable recipe.
 pub fn run_recipe(run: &Path, set: &[String]) -> ft_base::Result<Recipe> {
     let mut recipe = Recipe::load(&run.join("recipe.toml"), set)?;
-    let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
-    // The newest start or resumption wrote the recipe.
-    let Some(begun) = events.iter().rfind(|e| e["model"]["source"].is_string()) else { return Ok(recipe) };
-    let (folders, given) = (folders(begun), recipe.clone());
+    let Some(begun) = begun(run) else { return Ok(recipe) };
+    let (folders, given) = (folders(&begun), recipe.clone());
     let found = |key: &str, written: &str| {
         let of_run = given.place(key).file == given.place("").file;
         of_run.then(|| from_here(&folders, written)).flatten()
@@ -54,6 +55,29 @@ pub fn run_recipe(run: &Path, set: &[String]) -> ft_base::Result<Recipe> {
         *other = path;
     }
     Ok(recipe)
+}
+
+/// The folder of a run's base, named `written` in the config of its adapter. `None` for another base, one of the hub,
+/// or one that has moved.
+pub fn run_base(run: &Path, written: &str) -> Option<String> {
+    let begun = begun(run).filter(|begun| begun["model"]["source"] == written)?;
+    from_here(&folders(&begun), written)
+}
+
+/// Whether the model in `base` has another config or other weights than the one that a run began with; `None` if the
+/// hash of either is unknown.
+pub fn is_other_base(run: &Path, base: &Path) -> Option<bool> {
+    let begun = begun(run)?;
+    let trained = begun["hashes"]["model"].as_str()?;
+    let recipe = Recipe::load(&run.join("recipe.toml"), &[]).ok()?;
+    let config = of_task(&recipe, Config::load(base, &recipe.model.overrides).ok()?).ok()?;
+    Some(model_hash(&recipe, &config, base).ok()? != trained)
+}
+
+/// The newest start or resumption of a run, which wrote its recipe.
+fn begun(run: &Path) -> Option<Value> {
+    let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
+    events.into_iter().rfind(|e| e["model"]["source"].is_string())
 }
 
 /// Folders that relative paths of a run go by: its working directory, empty if that is this one or not recorded, and

@@ -17,17 +17,17 @@ const MIN_TEMPERATURE: f64 = 1e-6;
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct SamplingOptions {
     /// Sampling temperature; 0 is greedy. Default: the model's own, else 0, or 1 with --top-p or --top-k
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub temperature: Option<f64>,
     /// Nucleus sampling: draw from the most likely tokens whose probabilities add up to P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f64>,
     /// Draw from the K most likely tokens
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Penalty of tokens that have occurred in prompt or reply: divides positive logits, multiplies negative ones; 1
     /// for none. Default: the model's own
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// Seed of the sampling
     #[arg(long, default_value_t = 0)]

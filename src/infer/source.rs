@@ -28,19 +28,29 @@ impl Source {
     /// not ended.
     ///
     /// # Errors
-    /// A run without result and checkpoint; an unusable checkpoint.
+    /// A GGUF file; a run without recipe, or without result and checkpoint; an unusable checkpoint.
     pub fn find(name: &str) -> ft_base::Result<Self> {
         let dir = Path::new(name);
+        if dir.extension().is_some_and(|e| e == "gguf") && dir.is_file() {
+            return Err(usage(format!(
+                "{name}: ft writes GGUF and does not read it\n  hint: the folder that it was exported from"
+            )));
+        }
         if is_checkpoint(dir) {
             Checkpoints::check(dir)?;
             return Self::of_checkpoint(dir);
         }
+        let result = RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
         if !is_run(dir) {
+            let has = |file: &str| dir.join(file).is_file();
+            if has("metrics.jsonl") && !has("config.json") && !has("adapter_config.json") {
+                let or = result.map_or(String::new(), |r| format!(", or name its result: {}", r.display()));
+                return Err(usage(format!("{name}: a run without its recipe.toml\n  hint: put it back{or}")));
+            }
             let is_result = dir.file_name().is_some_and(|n| RESULTS.iter().any(|r| n == *r));
             let run = dir.parent().filter(|p| is_result && is_run(p) && end_of(p).is_some());
             return Ok(Self::named(name.into(), run));
         }
-        let result = RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
         if let Some(result) = result.as_ref().filter(|_| end_of(dir).is_some()) {
             return Ok(Self::named(result.display().to_string(), Some(dir)));
         }
@@ -90,4 +100,24 @@ impl Source {
 
 fn is_checkpoint(dir: &Path) -> bool {
     ["state.json", "weights.safetensors"].iter().all(|f| dir.join(f).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_without_its_recipe_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let [run, result] = [dir.path().to_path_buf(), dir.path().join("adapter")];
+        std::fs::write(run.join("metrics.jsonl"), "").unwrap();
+        let name = run.display().to_string();
+        let told = || Source::find(&name).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(told().ends_with("a run without its recipe.toml\n  hint: put it back"), "{}", told());
+        std::fs::create_dir(&result).unwrap();
+        let hint = format!("put it back, or name its result: {}", result.display());
+        assert!(told().ends_with(&hint), "{}", told());
+        std::fs::write(run.join("config.json"), "{}").unwrap();
+        assert_eq!(told(), "");
+    }
 }

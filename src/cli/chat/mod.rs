@@ -81,6 +81,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         first,
         max_tokens: args.max_tokens,
         context,
+        once: args.prompt.is_some(),
     };
     match &args.prompt {
         Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
@@ -147,10 +148,20 @@ struct Chat<'a> {
     messages: Vec<Value>,
     max_tokens: usize,
     context: ContextLimit,
+    /// Whether the conversation has one prompt.
+    once: bool,
 }
 
 impl Chat<'_> {
-    /// Streams the answer to stdout. Returns whether stdout is still open.
+    /// The message on a conversation of more tokens than the context has.
+    fn beyond(&self, tokens: usize) -> Option<String> {
+        let anew = if self.once { "" } else { ": /clear begins anew" };
+        let why = || format!("the conversation has {tokens} tokens, {}{anew}", self.context);
+        (tokens > self.context.tokens).then(why)
+    }
+
+    /// Streams the answer to stdout. Returns whether stdout is still open. Beyond the context, a message of several has
+    /// a warning in place of an answer, and a single one is an error.
     fn answer(&mut self, prompt: &str, sampler: &mut Sampler) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
         let ids = if self.prompt.form == PromptFormat::Chat {
@@ -161,14 +172,22 @@ impl Chat<'_> {
         if ids.is_empty() {
             return Err(usage("the prompt is empty, and there is nothing to go on from"));
         }
+        match self.beyond(ids.len()) {
+            Some(why) if self.once => return Err(usage(why)),
+            Some(why) => {
+                warn(&why);
+                self.messages.pop();
+                return Ok(true);
+            }
+            None => {}
+        }
         let logits = self.cache.read_document(&ids)?;
         let tokenizer = &self.prompt.tokenizer;
         let (text, mut speech) = (tokenizer.decoder(true), Speech { sampler, seen: ids, listening: Ok(()) });
         let reply = generate::reply(&mut self.cache, tokenizer, logits, text, self.max_tokens, &mut speech)?;
         let listening = speech.listening.and(print("\n"));
-        if self.cache.len() > self.context.tokens {
-            let (tokens, context) = (self.cache.len(), self.context);
-            warn(&format!("the conversation has {tokens} tokens, {context}: /clear begins anew"));
+        if let Some(why) = self.beyond(self.cache.len()) {
+            warn(&why);
         }
         self.messages.push(json!({"role": "assistant", "content": reply.text}));
         let gone = listening.is_err();

@@ -2,15 +2,15 @@
 
 use super::gguf;
 use crate::cli::console::print;
-use crate::infer::base::{base_of, open_adapter, quantized, refuse_scores};
+use crate::infer::base::{base_of, open_adapter, quantized, refuse_scores, warn_of_change};
 use crate::infer::{Source, usage, words};
 use crate::train::{self, compare, logits_apart};
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
-use ft_engine::adapters::{self, Adapter, Part, Selection};
-use ft_engine::export::{Export, Target, read_fused};
+use ft_engine::adapters::{Adapter, Part, Selection};
+use ft_engine::export::{Export, Target};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
@@ -86,7 +86,11 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let out = new.path();
     let source = Source::find(&args.adapter)?;
     let adapter = open_adapter(&source.name)?;
-    let model = base_of(&adapter, args.base.as_deref(), Want::Weights)?;
+    let run = source.run.as_deref();
+    let model = base_of(&adapter, run, args.base.as_deref(), Want::Weights)?;
+    if args.base.is_none() {
+        warn_of_change(run, &model);
+    }
     let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
     refuse_scores(&config)?;
     let selection = adapter.selection(&config)?;
@@ -98,7 +102,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     Export::new(&base.config, &adapter, &selection)?.write(target, &out)?;
     PromptConfig::copy(&adapter.dir, &out)?;
-    let (apart, bar) = distance(target, &base, &adapter, &selection, &out)?;
+    let (apart, bar) = distance(&base, &adapter, &selection, &out)?;
     if apart > bar {
         let path = args.out.display().to_string();
         return Err(train::Error::Readback { path, apart, bar }.into());
@@ -111,7 +115,6 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 /// Relative L2 distance between the logits of the adapter and of the export in `out`, and its tolerance.
 fn distance(
-    target: Target,
     base: &Base,
     adapter: &Adapter,
     selection: &Selection,
@@ -119,16 +122,18 @@ fn distance(
 ) -> ft_base::Result<(f64, f64)> {
     // any tokens will do, but many: experts without tokens would go unchecked
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % base.config.vocab.max(1) as u32).collect();
-    let logits = |selection: &Selection, adapter: &Adapter| {
+    let logits = |base: &Base, selection: &Selection, adapter: &Adapter| {
         let new = Build::new(base, selection);
         Build { adapter: Some(adapter), shown: Some("checking"), ..new }.logits(&ids)
     };
-    let before = logits(selection, adapter)?;
+    let before = logits(base, selection, adapter)?;
     walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;
-    let (read, written) = read_back(target, &base.config, adapter, out)?;
-    let apart = logits_apart(&logits(&read, &written)?, &before)?;
+    let written = Adapter::open(out)?;
+    let mut other = base.clone();
+    other.config = written.config_of(other.config)?;
+    let apart = logits_apart(&logits(&other, &written.selection(&other.config)?, &written)?, &before)?;
     let moved = |seed: u64| -> ft_base::Result<f64> {
-        Ok(logits_apart(&logits(selection, &perturbed(adapter, selection, seed)?)?, &before)?)
+        Ok(logits_apart(&logits(base, selection, &perturbed(adapter, selection, seed)?)?, &before)?)
     };
     Ok((apart, compare::tolerance(apart, compare::BAR, &moved)?))
 }
@@ -162,28 +167,5 @@ fn notes(target: Target, to: &str, config: &Config, selection: &Selection) {
             "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are \
              left out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
         );
-    }
-}
-
-/// Reads the complete export back.
-fn read_back(
-    target: Target,
-    config: &Config,
-    adapter: &Adapter,
-    out: &Path,
-) -> ft_base::Result<(Selection, Adapter)> {
-    match target {
-        Target::PeftFused => {
-            let (selection, values) = read_fused(config, out)?;
-            if let Some(t) = selection.trained().iter().find(|t| !values.contains_key(&t.name)) {
-                let why = format!("read back: {} is missing", t.name);
-                return Err(adapters::Error::Peft { file: out.display().to_string(), why }.into());
-            }
-            Ok((selection, adapter.with_values(values)))
-        }
-        Target::Vllm => {
-            let written = Adapter::open(out)?;
-            Ok((written.selection(config)?, written))
-        }
     }
 }

@@ -36,7 +36,7 @@ pub(super) fn run(
             if pre.is_some() {
                 return Err(usage("--pre: an adapter's file has no tokenizer"));
             }
-            let model = base_of(&adapter, base, Want::Config)?;
+            let model = base_of(&adapter, source.run.as_deref(), base, Want::Config)?;
             let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
             refuse_scores(&config)?;
             let selection = adapter.selection(&config)?;

@@ -2,7 +2,7 @@
 
 use super::original::{original, same_folder};
 use crate::cli::console::print;
-use crate::infer::base::{base_of, open_adapter};
+use crate::infer::base::{base_of, open_adapter, warn_of_change};
 use crate::infer::{Source, usage, words};
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
@@ -60,7 +60,11 @@ struct Target {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let source = Source::find(&args.adapter)?;
     let adapter = open_adapter(&source.name)?;
-    let model = base_of(&adapter, args.base.as_deref(), Want::Weights)?;
+    let run = source.run.as_deref();
+    let model = base_of(&adapter, run, args.base.as_deref(), Want::Weights)?;
+    if args.base.is_none() {
+        warn_of_change(run, &model);
+    }
     let Target { base, dir, trained } = target(args, &model, &adapter)?;
     let selection = adapter.selection(&base.config)?;
     compare::fits(&base, &selection, "comparing the merged model")?;
@@ -100,6 +104,7 @@ fn target(args: &Args, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<T
     }
     if !four_bit {
         if !trained_in_nf4 {
+            tell(&format!("merging into the weights of {name}"));
             return of_model(base, None);
         }
         tell(&format!("merging into the original weights of {name}, which were NF4 in training"));

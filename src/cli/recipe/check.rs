@@ -107,6 +107,9 @@ impl Check<'_> {
         let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
 
         self.model(&mut found);
+        if let (Some(config), Some(adapter)) = (&mut found.config, &adapter) {
+            adapter.config.set_layout(config);
+        }
         let facts = job::facts(recipe, compute, found.config.as_ref(), self.rows);
         recipe.warnings(facts).iter().for_each(|w| warn(w));
         let Some(config) = &found.config else {

@@ -1,13 +1,28 @@
 //! Thread pools of a process and of its ranks.
 
+use crate::train::Error;
 use ft_base::memory;
 use ft_recipe::Parallel;
 use rayon::ThreadPool;
 use std::sync::{Arc, OnceLock, mpsc};
+use std::thread;
+
+/// Variable with the number of threads, which the library reads.
+const THREADS: &str = "RAYON_NUM_THREADS";
+/// Most threads, except on more processors. Idle ones look for work at one another, so that many start slowly.
+const MOST: usize = 1024;
 
 /// Starts the global thread pool. Also turns SIGXFSZ into a write error: without a handler, the system
 /// would end the process at the file size limit.
-pub fn start_threads() -> Result<(), ft_plan::Error> {
+///
+/// # Errors
+/// Too many threads; a limit of the system.
+pub fn start_threads() -> ft_base::Result<()> {
+    let most = thread::available_parallelism().map_or(1, usize::from).max(MOST);
+    let told = std::env::var(THREADS).ok().and_then(|n| n.parse::<usize>().ok());
+    if let Some(n) = told.filter(|n| *n > most) {
+        return Err(Error::Usage(format!("{THREADS}: {n}; at most {most} threads start here")).into());
+    }
     // Any handler suffices to make the write fail.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     // A process that runs several subcommands starts the pool once.
@@ -17,9 +32,8 @@ pub fn start_threads() -> Result<(), ft_plan::Error> {
         pool.build_global().map_err(|e| e.to_string())
     });
     started.clone().map_err(|e| {
-        ft_plan::Error::DoesNotFit(format!(
-            "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
-        ))
+        let hint = format!("hint: fewer of them ({THREADS}=1), or a higher limit (ulimit -u, -v)");
+        ft_plan::Error::DoesNotFit(format!("threads cannot start: {e}\n  {hint}")).into()
     })
 }
 
@@ -33,8 +47,8 @@ pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan
 /// Starts the thread pool of this process, including the current thread. The processors are shared by
 /// `others` processes, this one included.
 pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error> {
-    // `RAYON_NUM_THREADS` applies to every process separately.
-    let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
+    // the number applies to every process separately
+    let told = std::env::var_os(THREADS).is_some_and(|n| !n.is_empty());
     let all = rayon::current_num_threads();
     pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, None)
 }
@@ -52,7 +66,7 @@ fn start_thread(thread: rayon::ThreadBuilder) -> std::io::Result<()> {
     const STACK: usize = 2 << 20;
     memory::room_for_thread(STACK)?;
     let (began, begins) = mpsc::channel();
-    std::thread::Builder::new().stack_size(STACK).spawn(move || {
+    thread::Builder::new().stack_size(STACK).spawn(move || {
         // Sending allocates: from here on, the allocator holds state for this thread.
         let _ = began.send(());
         thread.run();

@@ -259,7 +259,8 @@ impl<'a> Trainer<'a> {
         let e = self.monitor.planned().explain(e);
         match self.save_keeping(self.cx.job.recipe.run.keep.saturating_add(1)) {
             Ok(()) => self.log.line(&format!(
-                "a checkpoint of step {} is written before the error: --resume goes on from it",
+                "a checkpoint of step {} is written before the error: --resume goes on from it, --resume --step N from \
+                 an earlier one; --accept-change optimizer.lr takes another learning rate",
                 self.done
             )),
             Err(other) => warn(&format!("no checkpoint of step {} is written: {other}", self.done)),

@@ -174,6 +174,31 @@ fn chat_uses_the_prompt_format_of_training() {
     assert!(r.code == 4 && r.err.contains("ft.json"), "{}", r.err);
 }
 
+#[test]
+fn a_model_that_answers_takes_nothing_without_effect() {
+    let w = World::new();
+    let model = &small(&w, "alpaca", &[json!({"instruction": "Hello!", "output": "Hi."})]);
+    w.ok(&["run", "r.toml", "data.train.0.form=plain"]);
+    let (chat, serve) = (&["chat", "--prompt", "x"][..], &["serve", "--port", "0"][..]);
+    for (verb, model, option, value, said) in [
+        (chat, &model[..], "--template", "moood=x", "--template moood: the chat template has no variable"),
+        (serve, model, "--template", "moood=x", "--template moood: the chat template has no variable"),
+        (chat, model, "--template", "messages=1", "--template messages: each conversation sets it itself"),
+        (serve, "o/adapter", "--template", "mood=x", "was not trained with a chat template"),
+        (chat, model, "--temperature", "-1", "--temperature is 0 or more"),
+    ] {
+        let r = w.ft(&[verb, &[model, option, value]].concat());
+        assert!(r.code == 2 && r.err.contains(said), "{verb:?} {option} {value}: {} {}", r.code, r.err);
+    }
+    // A message beyond the context has no answer; the next one has.
+    let long = "Hello! ".repeat(600);
+    let r = w.ft(&["chat", model, "--prompt", &long]);
+    assert!(r.code == 2 && r.err.contains(" tokens, the model is made for 512 tokens\n"), "{}", r.err);
+    let r = w.ft_with(&["chat", model, "--max-tokens", "1"], &format!("{long}\nHello!\n"));
+    assert_eq!((r.code, r.err.matches(": /clear begins anew").count()), (0, 1), "{}", r.err);
+    assert_eq!(r.out, w.ok(&["chat", model, "--max-tokens", "1", "--prompt", "Hello!"]).out);
+}
+
 /// The chat template of a recipe, and its variables, are saved with the result.
 #[test]
 fn the_chat_template_of_the_recipe_is_saved_with_the_result() {

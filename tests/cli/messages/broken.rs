@@ -125,7 +125,7 @@ const CASES: &[Case] = &[
     }),
     ("an override with too many layers", 4, |_| vec!["model.override={num_hidden_layers=100000}"]),
     ("rotary scaling that is not built", 4, |w| {
-        config(w, json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+        config(w, json!({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}))
     }),
     ("no tokenizer for text", 4, |w| set(w, ("format = \"tokens\"", "format = \"text\""))),
     ("tokenizer is not JSON", 4, |w| {

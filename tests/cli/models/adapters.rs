@@ -1,6 +1,6 @@
 //! Training from an adapter, and merging.
 
-use crate::world::{World, merged, recipe, reference, repository};
+use crate::world::{World, merged, ran, recipe, reference, repository};
 use serde_json::json;
 
 /// A world with a model on disk; `rules` select the trained modules.
@@ -95,6 +95,45 @@ fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
     assert!(!w.path("o").exists());
 }
 
+/// A base by a relative path is in the folder of its run, also where another folder has that path; a change of it is a
+/// warning.
+#[test]
+fn the_base_of_a_run_is_its_own() {
+    let w = World::new();
+    w.copy(repository().join("data/model"), "model");
+    let text = recipe("[[train]]\nmodules = [\"attention\"]\nrank = 3\n");
+    w.write("r.toml", text.replace("source = \"tiny\"\nweights = \"random\"", "source = \"model\""));
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let full = "train=[{modules=['attention','mlp','norms','embedding','head'],method='full'}]";
+    w.ok(&["run", "r.toml", "run.output=other", full]);
+
+    let in_other = |args: &[&str]| {
+        let r = ran(w.command(args).current_dir(w.path("other")).output().expect("started"));
+        assert!(r.code == 0 && !r.err.contains("has changed"), "{args:?}: {}", r.err);
+        r
+    };
+    let r = w.ok(&["merge", "a", "--out", "m"]);
+    assert!(r.err.contains("merging into the weights of model (adapter_config.json)"), "{}", r.err);
+    let r = in_other(&["merge", "../a", "--out", "m"]);
+    assert!(r.err.contains("/model (adapter_config.json)"), "{}", r.err);
+    assert!(w.read("other/m/model.safetensors") == w.read("m/model.safetensors"));
+    in_other(&["export", "../a", "--to", "vllm", "--out", "v"]);
+    let chat = ["--prompt", "Hello!", "--max-tokens", "8"];
+    let [there, here] = ["../a", "a"].map(|run| [&["chat", run][..], &chat].concat());
+    assert_eq!(in_other(&there).out, w.ok(&here).out);
+
+    w.copy(w.path("other/model"), "model");
+    for (args, told) in [
+        (&["merge", "a", "--out", "n"][..], true),
+        (&["export", "a", "--to", "vllm", "--out", "v"], true),
+        (&["merge", "a", "--out", "o", "--base", "model"], false),
+    ] {
+        let r = w.ok(args);
+        let said = "warning: model: the base has changed since the training: a was trained on other weights";
+        assert_eq!(r.err.contains(said), told, "{args:?}: {}", r.err);
+    }
+}
+
 /// Without rules, the config of the adapter selects the trained modules; with rules, the rules do.
 #[test]
 fn a_run_goes_on_from_an_adapter() {
@@ -134,6 +173,34 @@ fn a_run_goes_on_from_an_adapter() {
         &rules.replace("\"attention\"", "\"q_proj\""),
         &["tensors in the adapter that nothing trains"],
     );
+}
+
+/// As PEFT makes them on transformers 5: it has other names for Mixtral's parts, and a parameter of all experts.
+#[test]
+fn an_adapter_of_all_experts_is_used_and_trains_on() {
+    let rules = "[[train]]\nmodules = [\"attention\", \"mlp\", \"experts\", \"router\"]\nrank = 3\n";
+    for (case, rules) in [("mixtral", rules.replace("\"mlp\", ", "")), ("qwen2-moe", rules.to_string())] {
+        let w = world(case, &rules);
+        let loss = |adapter: &str| w.ok(&["eval", "r.toml", "--json", "--adapter", adapter]).loss();
+        w.ok(&["run", "r.toml", "run.output=a"]);
+        w.ok(&["export", "a/adapter", "--to", "peft-fused", "--out", "fused"]);
+        let end = loss("a/adapter");
+        let near = |other: f64| assert!((other - end).abs() <= 1e-5 * end, "{case}: {other}, before {end}");
+        near(loss("fused"));
+        w.ok(&["merge", "fused", "--out", "m"]);
+        near(w.ok(&["eval", "r.toml", "--json", "model.source=m"]).loss());
+        w.write("on.toml", w.text("r.toml").replace(&rules, ""));
+        let on = ["lora.init=fused", "run.eval_at_start=true", "run.steps=2", "run.output=b"];
+        w.ok(&[&["run", "on.toml"][..], &on].concat());
+        let evals = w.events("b", "eval");
+        let [first, last] = [evals.first(), evals.last()].map(|e| e.and_then(|e| e["loss"].as_f64()));
+        near(first.expect("a loss"));
+        let (last, written) = (last.expect("a loss"), loss("b/adapter"));
+        assert!((last - written).abs() <= 1e-6 * last, "{case}: {last} in the run, {written} written");
+        let config = w.json("b/adapter/adapter_config.json");
+        let names = config["target_parameters"].as_array().cloned().unwrap_or_default();
+        assert!(names.contains(&json!("mlp.experts.gate_up_proj")), "{case}: {names:?}");
+    }
 }
 
 /// PEFT has one switch for DoRA. A mix of DoRA and LoRA is saved with magnitudes for all modules, and rules

@@ -162,12 +162,15 @@ fn exports_of_a_4_bit_mixture_keep_its_logits() {
             assert!(r.err.contains("loaded in NF4, as it was when the adapter was trained"), "{}", r.err);
             assert!(number_after(&r.err, "its logits are ") <= 1e-5, "{}", r.err);
         }
-        // The export for vLLM is a PEFT adapter, usable by ft on the same base.
+        // The exports are PEFT adapters, usable by ft on the same base.
         let loss = |adapter: &str| {
             w.ok(&["eval", "r.toml", "model.quantize=nf4", "--adapter", adapter, "--json"]).loss()
         };
-        let (before, after) = (loss("a/adapter"), loss("vllm"));
-        assert!((before - after).abs() <= 1e-5 * before, "{case}: {before}, exported {after}");
+        let before = loss("a/adapter");
+        for target in ["vllm", "peft-fused"] {
+            let after = loss(target);
+            assert!((before - after).abs() <= 1e-5 * before, "{case}: {before}, {target} {after}");
+        }
     }
 }
 

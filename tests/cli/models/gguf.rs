@@ -88,6 +88,8 @@ fn get(files: &TensorFiles, name: &str) -> Tensor {
 fn a_llama_model_has_llama_cpps_names_and_order() {
     let w = World::new();
     w.ok(&["export", &reference("llama3-rope/model"), "--to", "gguf", "--out", "g", "--dtype", "f32"]);
+    let r = w.ft(&["chat", "g/model.gguf"]);
+    assert!(r.code == 2 && r.err.contains("ft writes GGUF and does not read it"), "{} {}", r.code, r.err);
     let mut g = Gguf::open(&w, "g/model.gguf");
     assert_eq!(g.text("general.architecture"), "llama");
     assert_eq!((g.number("llama.block_count"), g.number("general.file_type")), (2, 0));
@@ -347,6 +349,20 @@ fn models_that_llama_cpp_computes_differently_are_refused() {
     ] {
         let r = w.ft(&["export", &reference(&format!("{case}/model")), "--to", "gguf", "--out", "g"]);
         assert!(r.code == 4 && r.err.contains(why), "{case}: {}", r.err);
+    }
+    w.copy(reference("qwen3-dense/model"), "m");
+    let plain = w.json("m/config.json");
+    for (key, value, code, why) in [
+        ("hidden_act", json!("gelu_pytorch_tanh"), 4, "hidden_act"),
+        ("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0}), 4, "dynamic; llama.cpp has"),
+        // Of effect in training alone.
+        ("attention_dropout", json!(0.1), 0, ""),
+    ] {
+        let mut config = plain.clone();
+        config[key] = value;
+        w.write("m/config.json", config.to_string());
+        let r = w.ft(&["export", "m", "--to", "gguf", "--out", "dropout"]);
+        assert!(r.code == code && r.err.contains(why), "{key}: {} {}", r.code, r.err);
     }
     let r = w.ft(&["export", "x", "--to", "vllm", "--out", "g", "--pre", "gpt-2"]);
     assert!(r.code == 2 && r.err.contains("--pre"), "{}", r.err);

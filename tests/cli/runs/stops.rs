@@ -356,7 +356,12 @@ fn system_limits_have_their_own_messages() {
     let left = content(&w.path("runs/r/checkpoints"));
     assert!(left.is_empty(), "{left:?}");
     w.ok(&["run", "r.toml", "run.steps=2", "--resume"]);
-    let r = limited(&w, "ulimit -v 1000000", &[("RAYON_NUM_THREADS", "30000")], &["check", "r.toml"]);
-    assert_eq!(r.code, 8, "{}{}", r.out, r.err);
-    assert!(r.err.contains("error: threads cannot start") && !r.err.contains("bug in ft"), "{}", r.err);
+    for (threads, code, said) in [
+        ("1000", 8, "error: threads cannot start"),
+        ("30000", 2, "error: RAYON_NUM_THREADS: 30000; at most "),
+    ] {
+        let r = limited(&w, "ulimit -v 1000000", &[("RAYON_NUM_THREADS", threads)], &["check", "r.toml"]);
+        assert_eq!(r.code, code, "{}{}", r.out, r.err);
+        assert!(r.err.contains(said) && !r.err.contains("bug in ft"), "{}", r.err);
+    }
 }

@@ -232,9 +232,12 @@ fn unsupported_uses_of_a_score_head_are_refused_by_name() {
     for (set, words) in [
         ("generate.samples=2", "generate.samples with task = \"classify\""),
         ("log.samples=['w1']", "log.samples with task = \"classify\""),
-        ("classify.labels=['a']", "1 of them are no choice"),
+        ("classify.labels=['a']", "labels has 1, and 2 to 65536 names are wanted"),
         ("classify.labels=['a', 'a']", "classify.labels has \"a\" twice"),
-        ("classify.labels=['bad', 'fair']", "label: good is none of the classes: bad, fair, or 0 to 1"),
+        (
+            "classify.labels=['bad', 'fair']",
+            "label: \"good\" is none of the classes: \"bad\", \"fair\", or 0 to 1",
+        ),
         ("classify.num_labels=4", "num_labels = 4, and labels has 3"),
         ("task=reward", "task = \"reward\" does not read format = \"labeled\""),
         ("model.cache=c", "model.cache with task = \"classify\""),
@@ -294,7 +297,7 @@ fn labeled_rows_are_read_and_told() {
     assert_eq!(w.events("out", "step")[0]["rows"], 4);
     for (row, words) in [
         (json!({"text": "Two?"}), "no field \"label\""),
-        (json!({"text": "Two?", "label": 2}), "label: 2 is none of the classes: no, yes, or 0 to 1"),
+        (json!({"text": "Two?", "label": 2}), "label: 2 is none of the classes: \"no\", \"yes\", or 0 to 1"),
         (json!({"text": "Two?", "label": 0.5}), "label: 0.5 is none of the classes"),
         (json!({"text": "Two?", "label": [0, 1]}), "multi-label classification"),
         (json!({"text": "Two?", "labels": [0, 1], "label": 0}), "multi-label classification"),

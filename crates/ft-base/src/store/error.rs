@@ -356,7 +356,7 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
     };
     text.push_str(match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "\nhint: free some space, lower run.keep, or choose another run.output"
+            "\nhint: free some space, or choose another folder (of a run: run.output, and a lower run.keep)"
         }
         io::ErrorKind::FileTooLarge => {
             "\nhint: a limit on the size of files is in force (ulimit -f); raise it"

@@ -42,8 +42,8 @@ impl Cross<'_, '_> {
             return;
         }
         if labels.len() < 2 || labels.len() > MAX_LABELS {
-            let message = format!("{} of them are no choice", labels.len());
-            self.report("classify.labels", message, format!("2 to {MAX_LABELS} names"));
+            let message = format!("labels has {}, and 2 to {MAX_LABELS} names are wanted", labels.len());
+            self.report("classify.labels", message, "labels = [\"no\", \"yes\"], for example");
         }
         if let Some(n) = number.filter(|n| *n != labels.len()) {
             let message = format!("num_labels = {n}, and labels has {}", labels.len());
