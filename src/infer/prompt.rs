@@ -26,7 +26,8 @@ impl Prompter {
         given: Map<String, Value>,
     ) -> ft_base::Result<Self> {
         if form != PromptFormat::Chat && !given.is_empty() {
-            return Err(usage("--template: the model was not trained with a chat template"));
+            let why = "--template: the model was not trained with a chat template";
+            return Err(usage(format!("{why}\n  hint: leave it out, or --chat-template FILE.jinja")));
         }
         if let Some((name, why)) = job::unread_variable(&tokenizer, &given) {
             return Err(usage(format!("--template {name}: {why}")));

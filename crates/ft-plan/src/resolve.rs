@@ -104,12 +104,13 @@ fn check_noise(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     const OVERRIDE: &str = "model.override";
     let shown = |key: &str| format!("{key} = {}", config.key(key).map(short).unwrap_or_default());
     let given: Vec<String> = config.noise().map(shown).collect();
-    if given.is_empty() {
+    // Another model as a reference trains on nothing.
+    if given.is_empty() || recipe.data.train.is_empty() {
         return Ok(());
     }
     let zero: Vec<String> = config.noise().map(|key| format!("{key} = 0.0")).collect();
     Err(Error::Ignored(format!(
-        "{}: {OVERRIDE}: config.json of the model has {}; not built, and of effect in training alone\n  hint: \
+        "{}: {OVERRIDE}: the model has {}, which acts in training alone and is not built\n  hint: \
          override = {{ {} }} under [model] trains without it; evaluation is the same",
         recipe.place(OVERRIDE),
         given.join(", "),
@@ -455,15 +456,13 @@ fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
 /// As [`selection`], from the config of the adapter alone; gives `config` its layout. Beside rules, a missing adapter
 /// has no effect.
 pub(crate) fn selection_without_weights(recipe: &Recipe, config: &mut Config) -> ft_base::Result<Selection> {
-    let of_adapter = || -> ft_base::Result<Option<PeftConfig>> {
-        let dir = adapter_dir(&Settings::from_env(), recipe, false)?;
-        Ok(dir.map(|dir| PeftConfig::load(&dir)).transpose()?)
-    };
-    let adapter = match (recipe.train.is_empty(), &config.moe) {
-        (true, _) => of_adapter()?,
-        (false, Some(_)) => of_adapter().ok().flatten(),
+    let dir = || adapter_dir(&Settings::from_env(), recipe, false);
+    let dir = match (recipe.train.is_empty(), &config.moe) {
+        (true, _) => dir()?,
+        (false, Some(_)) => dir().ok().flatten(),
         (false, None) => None,
     };
+    let adapter = dir.map(|dir| PeftConfig::load(&dir)).transpose()?;
     if let Some(adapter) = &adapter {
         adapter.set_layout(config);
     }

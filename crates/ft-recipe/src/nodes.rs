@@ -66,7 +66,7 @@ impl Start {
         let variable = nodes.as_ref().and_then(|n| n.local);
         let ranks = match (recipe.auto_layout, variable, &nodes) {
             // the processes choose the layout
-            (true, Some(local), _) => local.saturating_mul(count),
+            (true, Some(local), _) => local.max(1).saturating_mul(count),
             (true, None, Some(nodes)) if count > 1 => {
                 return Err(Refused { key: None, why: nodes.no_local() });
             }
@@ -305,5 +305,6 @@ mod tests {
         }
         let e = start(&["parallel=auto"], &format!("NNODES=2 {one}"), None).expect_err("no number");
         assert!(e.key.is_none() && e.why.contains("hint: set NPROC_PER_NODE"), "{e:?}");
+        assert!(start(&["parallel=auto"], "NNODES=1 NPROC_PER_NODE=0", None).is_err());
     }
 }

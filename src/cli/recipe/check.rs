@@ -51,6 +51,8 @@ pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Foun
     let unsettled = sources::resolve(&settings, recipe, true);
     let rows = unsettled.is_empty();
     let (mut errors, mut unchecked) = (Vec::new(), Vec::new());
+    // the processes are those of the recipe before a layout is chosen
+    let written = recipe.clone();
     match train::choose_layout(recipe, false) {
         Err(e) if e.exit_code() == ExitCode::Usage && job::device(recipe.run.device).is_ok() => {
             errors.push(e)
@@ -58,7 +60,7 @@ pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Foun
         Err(e) => unchecked.push(format!("the layout of parallel = \"auto\": {}", first_line(&e))),
         Ok(()) => {}
     }
-    let mut check = Check { recipe, settings: &settings, rows, errors, unchecked };
+    let mut check = Check { recipe, written: &written, settings: &settings, rows, errors, unchecked };
     for e in unsettled {
         check.reach::<()>("the rows", Err(e));
     }
@@ -72,6 +74,8 @@ pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Foun
 /// State of a check.
 struct Check<'a> {
     recipe: &'a Recipe,
+    /// The recipe before a layout is chosen.
+    written: &'a Recipe,
     settings: &'a Settings,
     /// Whether all data sources were resolved.
     rows: bool,
@@ -172,7 +176,7 @@ impl Check<'_> {
         }
         let cuda = device.as_ref().map(|d| d.is_cuda()).or(absent.then_some(true));
         let ranks = match &device {
-            Some(device) => processes::wanted(recipe).and_then(|started| match started {
+            Some(device) => processes::wanted(self.written).and_then(|started| match started {
                 Some(_) => Ok(()),
                 None => Ok(train::check_ranks(recipe, device.is_cuda(), None)?),
             }),

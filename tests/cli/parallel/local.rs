@@ -99,6 +99,8 @@ fn kubeflow_variables_count_pods_and_not_ranks() {
 fn a_pod_takes_the_fastest_layout() {
     let w = split::world(FULL);
     let pod = [("NNODES", "1"), ("NPROC_PER_NODE", "2")];
+    let checked = end(start(&w, &["check", "r.toml", "parallel=auto"], &pod));
+    assert_eq!(checked.code, 0, "{}", checked.err);
     let r = end(start(&w, &["run", "r.toml", "parallel=auto", "run.output=pod", "run.epochs=1"], &pod));
     assert!(r.code == 0 && r.err.contains("parallel = \"auto\" is parallel."), "{}", r.err);
     assert!(w.path("pod/rank-1.log").is_file());

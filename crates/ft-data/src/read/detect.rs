@@ -98,7 +98,11 @@ pub fn shape_in(
     let completion = ["chosen", "completion"].into_iter().find_map(|name| row.get(name));
     // lists and dialogues have their prompt inside
     let is_prompt = |name: &&&str| match (row.get(**name), completion) {
-        (Some(Value::String(prompt)), Some(Value::String(completion))) => !completion.contains(prompt.trim()),
+        (Some(Value::String(prompt)), Some(Value::String(completion))) => {
+            // dialogues have it in both
+            let rejected = row.get("rejected").and_then(Value::as_str).unwrap_or(completion);
+            ![completion.as_str(), rejected].iter().all(|text| text.contains(prompt.trim()))
+        }
         (Some(_), Some(completion)) => !completion.is_array(),
         _ => false,
     };
@@ -117,7 +121,12 @@ fn spelled(
 ) -> BTreeMap<String, String> {
     // columns such as Weight and System are mostly other things
     let exact = ["weight", "system", "tools", "history"];
-    for ours in format.keys(true).iter().filter(|ours| !exact.contains(*ours)) {
+    // of alternatives, one that is there exactly is meant
+    let texts = ["text", "prompt", "input_ids", "messages", "conversations", "conversation"];
+    let is_told = |name: &&str| row.contains_key(fields.get(*name).map_or(*name, String::as_str));
+    let told = matches!(format, Format::Labeled | Format::Messages) && texts.iter().any(is_told);
+    let skipped = |ours: &&&str| exact.contains(*ours) || told && texts.contains(*ours);
+    for ours in format.keys(true).iter().filter(|ours| !skipped(ours)) {
         let name = fields.get(*ours).map_or(*ours, String::as_str);
         let other = key_of(row, name).filter(|key| *key != name).cloned();
         fields.extend(other.map(|key| (ours.to_string(), key)));
@@ -160,21 +169,30 @@ fn row_of(
 
 /// The shape matching the fields of a row; `given` has names in the file, by the format's.
 pub(crate) fn shape_of(given: &BTreeMap<String, String>, row: &Map<String, Value>) -> Option<Shape> {
-    let has = |name: &&str| key_of(row, given.get(*name).map_or(*name, String::as_str)).is_some();
+    // exact names first: another column may differ from a format's name by case alone
+    [false, true].into_iter().find_map(|any_case| shape_by(given, row, any_case))
+}
+
+/// As [`shape_of`], by exact names or by names in any case.
+fn shape_by(given: &BTreeMap<String, String>, row: &Map<String, Value>, any_case: bool) -> Option<Shape> {
+    let there = |name: &str| if any_case { key_of(row, name).is_some() } else { row.contains_key(name) };
+    let has = |name: &&str| there(given.get(*name).map_or(*name, String::as_str));
     let known = SIGNS.iter().find(|(_, names)| names.iter().all(has));
     let mut fields = given.clone();
     let format = match known {
         Some((format, _)) => *format,
         None if fields.is_empty() => {
-            let (format, names) =
-                NAMES.iter().find(|(_, n)| n.iter().all(|(_, file)| key_of(row, file).is_some()))?;
+            let (format, names) = NAMES.iter().find(|(_, n)| n.iter().all(|(_, file)| there(file)))?;
             let others = names.iter().filter(|(ours, file)| ours != file);
             fields.extend(others.map(|(ours, file)| (ours.to_string(), file.to_string())));
             *format
         }
         None => return None,
     };
-    if format.is_template_default() && !has(&"system") && row.contains_key(SYSTEM) {
+    if format.is_template_default()
+        && !row.contains_key(given.get("system").map_or("system", String::as_str))
+        && row.contains_key(SYSTEM)
+    {
         fields.insert("system".into(), SYSTEM.into());
     }
     Some(Shape { format, fields: spelled(format, fields, row) })
@@ -261,6 +279,11 @@ mod tests {
                  system = \"system_prompt\" }",
             ),
             (
+                json!({"question": "", "answer": "", "Text": ""}),
+                "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }",
+            ),
+            (json!({"text": "", "Conversation": "c-17"}), "format = \"text\""),
+            (
                 json!({"QUESTION": "", "Answer": "", "Weight": "3 kg", "System": "Linux"}),
                 "format = \"completion\", fields = { prompt = \"QUESTION\", completion = \"Answer\" }",
             ),
@@ -299,7 +322,8 @@ mod tests {
             (json!({"question": "Hi", "chosen": "a", "rejected": "b"}), Some("question")),
             (json!({"conversations": said, "chosen": {}, "rejected": {}}), Some("conversations")),
             (json!({"Prompt": "Hi", "chosen": "a", "rejected": "b", "input": "x"}), Some("Prompt")),
-            (json!({"question": "Hi", "chosen": "Human: Hi, a", "rejected": "b"}), None),
+            (json!({"question": "Hi", "chosen": "Hi you", "rejected": "b"}), Some("question")),
+            (json!({"question": "Hi", "chosen": "Human: Hi, a", "rejected": "Human: Hi, b"}), None),
             (json!({"question": "Hi", "chosen": said, "rejected": []}), None),
         ] {
             std::fs::write(&file, row.to_string()).unwrap();

@@ -486,6 +486,15 @@ fn parameters_of_mixtral_have_the_names_of_transformers_5() -> Result<()> {
     Ok(())
 }
 
+/// The name of one layer's linear is written whole: a short one would be of all layers.
+#[test]
+fn a_parameter_of_one_layer_is_written_with_its_whole_name() -> Result<()> {
+    let (c, name) = (config(json!({}))?, "model.layers.0.self_attn.o_proj.weight");
+    let s = Selection::from_peft(&c, &peft(json!({"target_modules": [], "target_parameters": [name]}))?)?;
+    assert_eq!(config_json(&s, "base", None)["target_parameters"], json!([name]));
+    Ok(())
+}
+
 #[test]
 fn weights_of_linears_are_parameters_unless_their_modules_are_named() -> Result<()> {
     let c = config(json!({}))?;

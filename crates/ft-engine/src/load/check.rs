@@ -88,6 +88,6 @@ pub(super) fn check_quantized(config: &Config, files: &TensorFiles) -> Result<()
         return Ok(());
     }
     let why = "config.json: quantization_config: bitsandbytes, and no tensor is in 4 bits\n  hint: take the key out of \
-               config.json, or the tensors that belong to it";
+               config.json, or fetch the checkpoint in 4 bits";
     Err(Error { place: files.folder(), why: why.into() })
 }

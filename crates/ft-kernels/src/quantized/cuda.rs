@@ -15,10 +15,27 @@ use crate::cuda::gemm::{Precision, gemm};
 use crate::cuda::launch::{Argument, Grid, Launch, address_of, args, compiled, empty};
 use crate::padded;
 use crate::tensor::row_stride;
-use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
+use candle_core::{DType, Result};
 use std::ops::Range;
+
+/// Matrix size, in values, at which block indices overflow 32 bits.
+const TOO_MANY: usize = 1 << 37;
+
+/// Whether the kernels support this matrix; otherwise candle operations dequantize it.
+pub fn dequantizes(w: &QuantizedMatrix) -> bool {
+    w.packed.real().is_ok_and(|p| p.device().is_cuda())
+        && matches!(w.compute, DType::F32 | DType::BF16 | DType::F16)
+        && w.block.is_power_of_two()
+        && w.block >= 32
+        && w.rows * w.cols < TOO_MANY
+}
+
+/// Whether the kernels multiply `x` with this matrix.
+pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
+    dequantizes(w) && x.dtype() == w.compute
+}
 
 /// Adapter part appended to a tile: none, a slice of B to the right, or a slice of A below.
 #[derive(Clone, Copy)]
@@ -116,9 +133,9 @@ fn tiles(
 /// See [`QuantizedMatrix::forward_with`].
 pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Tensor> {
     let ((t, k), rank) = (x.dims2()?, b.map_or(Ok(0), |b| b.dim(1))?);
-    if x.dtype() != w.compute || k != w.cols + rank || b.is_some_and(|b| b.dims() != [w.rows, rank]) {
-        let (of, own, dtype) = (b.map(Tensor::shape), w.compute, x.dtype());
-        candle_core::bail!("4-bit blocks: {dtype:?} {:?} x {own:?} {:?}^T with {of:?}", x.shape(), w.dims());
+    if k != w.cols + rank || b.is_some_and(|b| b.dims() != [w.rows, rank]) {
+        let of = b.map(Tensor::shape);
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T with {of:?}", x.shape(), w.rows, w.cols);
     }
     let x = x.contiguous_rows()?;
     // the kernel, or the tiles together, write every value
@@ -166,13 +183,12 @@ fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
 /// See [`QuantizedMatrix::backward_with`].
 pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option<Tensor>) -> Result<Tensor> {
     let ((t, k), rank) = (dy.dims2()?, a.map_or(Ok(0), |a| a.dim(0))?);
-    if dy.dtype() != w.compute
-        || k != w.rows + rank
+    if k != w.rows + rank
         || a.is_some_and(|a| a.dims() != [rank, w.cols])
         || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols])
     {
-        let (of, own, dtype) = (a.map(Tensor::shape), w.compute, dy.dtype());
-        candle_core::bail!("4-bit blocks: {dtype:?} {:?} x {own:?} {:?} with {of:?}", dy.shape(), w.dims());
+        let of = a.map(Tensor::shape);
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}] with {of:?}", dy.shape(), w.rows, w.cols);
     }
     let dy = dy.contiguous_rows()?;
     let own = |dx: &Tensor| dx.dtype() == w.compute && row_stride(dx.layout()).is_some();
@@ -204,7 +220,6 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
 mod tests {
     use super::*;
     use crate::cuda::module;
-    use candle_core::DType;
 
     /// Kernel names exist in the compiled sources for every pair of dtypes.
     #[test]

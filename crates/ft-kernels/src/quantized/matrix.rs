@@ -6,11 +6,6 @@ use crate::tensor::Ghost;
 use candle_core::{DType, Device, Result};
 use std::sync::Arc;
 
-/// Fewest values of a quantization block.
-const SMALLEST: usize = 32;
-/// Values of a matrix from which on the indices of such blocks overflow 32 bits.
-const TOO_MANY: usize = SMALLEST << 32;
-
 /// The 16 code values, shared by all matrices of a model.
 #[derive(Debug)]
 pub struct Codebook {
@@ -96,7 +91,7 @@ impl QuantizedMatrix {
     /// Assembles a matrix from its parts, on their device.
     ///
     /// # Errors
-    /// Part sizes don't match, or blocks without a kernel: file contents are validated earlier.
+    /// Part sizes don't match (caller bug: file contents are validated earlier).
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         (rows, cols): (usize, usize),
@@ -118,8 +113,7 @@ impl QuantizedMatrix {
                     && absmax.elem_count() == blocks.div_ceil(*group)
             }
         };
-        let is_known = block >= SMALLEST && block.is_power_of_two() && n < TOO_MANY;
-        if !is_known || packed.elem_count() != n.div_ceil(2) || !scales_fit {
+        if block < 2 || !block.is_multiple_of(2) || packed.elem_count() != n.div_ceil(2) || !scales_fit {
             candle_core::bail!("4-bit blocks: parts that are not of a matrix {rows} x {cols}, block {block}");
         }
         Ok(Self { rows, cols, block, packed, scales, book, source, compute })

@@ -9,7 +9,9 @@
 //! | `cpu` | cache-sized tiles, dequantized and multiplied by each thread |
 //! | `cuda` | L2-sized tiles, dequantized by `dequantize.cu`, multiplied by cuBLAS; `rows.cu` for few tokens |
 //! | `tiles` | tiling on a GPU |
+//! | `composed` | fallback by candle operations: small blocks of a cut matrix, other dtypes on a GPU |
 
+mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -19,7 +21,7 @@ mod products;
 pub mod tiles;
 
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::launch as launch_of;
+pub(crate) use cuda::{dequantizes, launch as launch_of};
 
 pub use cpu::{few_tokens, tile_width};
 pub use matrix::{Codebook, QuantizedMatrix, Scales, dynamic_map};

@@ -6,7 +6,7 @@ use super::cuda;
 use super::matrix::QuantizedMatrix;
 use super::tiles;
 use crate::Tensor;
-use crate::cpu::{is_cpu, on_real};
+use crate::cpu::{is_native, on_real};
 use crate::gemm;
 use crate::ledger::{Cost, Role};
 use crate::padded::{self, Padded};
@@ -17,12 +17,6 @@ use std::ops::Range;
 /// The ghost, in a plan for CUDA.
 fn on_cuda(t: &Tensor) -> Option<&Ghost> {
     t.ghost().filter(|g| g.ledger().machine().cuda)
-}
-
-/// The error of a tensor on neither the CPU nor CUDA.
-#[cfg(not(feature = "cuda"))]
-fn elsewhere<T>() -> Result<T> {
-    candle_core::bail!("4-bit blocks of another device")
 }
 
 impl QuantizedMatrix {
@@ -49,22 +43,29 @@ impl QuantizedMatrix {
 
     /// Whether a single product can sum over this matrix and an adapter, given the dtype of `x`.
     pub fn merges(&self, x: &Tensor) -> bool {
-        !is_cpu(x) && x.dtype() == self.compute
+        if let Some(g) = x.ghost() {
+            return g.ledger().machine().cuda && x.dtype() == self.compute;
+        }
+        #[cfg(feature = "cuda")]
+        return cuda::multiplies(self, x);
+        #[cfg(not(feature = "cuda"))]
+        false
     }
 
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.work(x, true);
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), forward_cpu(self, x));
         }
         if let Some(x) = on_cuda(x) {
             return self.ghost_cuda(x, self.rows, self.rows * self.cols, None);
         }
         #[cfg(feature = "cuda")]
-        return cuda::forward(self, x, None);
-        #[cfg(not(feature = "cuda"))]
-        elsewhere()
+        if cuda::multiplies(self, x) {
+            return cuda::forward(self, x, None);
+        }
+        x.matmul(&self.dequantize()?.to_dtype(x.dtype())?.t()?)
     }
 
     /// `x W^T + u B^T` in one product, for rows `[x | u]` [t, cols + r] and `b` [rows, r]. Requires
@@ -79,7 +80,7 @@ impl QuantizedMatrix {
         #[cfg(feature = "cuda")]
         return cuda::forward(self, xu, Some(b));
         #[cfg(not(feature = "cuda"))]
-        elsewhere()
+        candle_core::bail!("4-bit blocks: a product of another device")
     }
 
     /// `dy W + du A` in one product, for rows `[dy | du]` [t, rows + r] and `a` [r, cols], added to `dx`
@@ -94,22 +95,27 @@ impl QuantizedMatrix {
         #[cfg(feature = "cuda")]
         return cuda::backward(self, dydu, Some(a), dx);
         #[cfg(not(feature = "cuda"))]
-        elsewhere()
+        candle_core::bail!("4-bit blocks: a product of another device")
     }
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.work(dy, true);
-        if is_cpu(dy) {
+        if is_native(dy) {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
         }
         if let Some(dy) = on_cuda(dy) {
             return self.ghost_cuda(dy, self.cols, self.rows * self.cols, dx);
         }
         #[cfg(feature = "cuda")]
-        return cuda::backward(self, dy, None, dx);
-        #[cfg(not(feature = "cuda"))]
-        elsewhere()
+        if cuda::multiplies(self, dy) {
+            return cuda::backward(self, dy, None, dx);
+        }
+        let add = dy.matmul(&self.dequantize()?.to_dtype(dy.dtype())?)?;
+        match dx {
+            None => Ok(add),
+            Some(dx) => dx + add,
+        }
     }
 
     /// `W A^T`: [r, cols] -> [rows, r], in `a`'s dtype.
@@ -119,7 +125,7 @@ impl QuantizedMatrix {
 
     /// Squared norm of each row `[rows]`, in f32 (f64 if the compute dtype is f64).
     pub fn row_squares(&self) -> Result<Tensor> {
-        if is_cpu(&self.packed) {
+        if is_native(&self.packed) {
             return on_real!(self.compute, row_squares_cpu(self));
         }
         let parts = tiles::split(self.rows, self.cols * DType::F32.size_in_bytes(), tiles::MOST)
@@ -138,16 +144,17 @@ impl QuantizedMatrix {
         if rows.start > rows.end || rows.end > self.rows {
             candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
         }
-        if is_cpu(&self.packed) {
+        if is_native(&self.packed) {
             return on_real!(self.compute, dequantize_cpu(self, rows));
         }
         if let Some(g) = on_cuda(&self.packed) {
             return Ok(Ghost::new(g.ledger(), (rows.len(), self.cols), self.compute).into());
         }
         #[cfg(feature = "cuda")]
-        return cuda::dequantize(self, rows, (0, self.cols));
-        #[cfg(not(feature = "cuda"))]
-        elsewhere()
+        if cuda::dequantizes(self) {
+            return cuda::dequantize(self, rows, (0, self.cols));
+        }
+        self.dequantize_composed(rows)
     }
 
     /// The dequantized matrix, padded for an adapter of LoRA rank `rank` if a single product can multiply
@@ -158,7 +165,7 @@ impl QuantizedMatrix {
             return Padded::within(Ghost::new(g.ledger(), shape, self.compute).into(), dims);
         }
         #[cfg(feature = "cuda")]
-        if rank > 0 && !is_cpu(&self.packed) {
+        if rank > 0 && cuda::dequantizes(self) {
             return Padded::within(cuda::dequantize(self, 0..self.rows, (rank, shape.1))?, dims);
         }
         Padded::of(&self.dequantize()?)

@@ -122,7 +122,8 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
 
 /// Adds the keys of the file of a command; keys of the command win.
 fn add_file(entries: &mut Entries, around: &dyn Around) -> Result<(), String> {
-    let Some(file) = entries.get(read::FILE).and_then(read::text) else { return Ok(()) };
+    let named = entries.get(read::FILE).and_then(read::text);
+    let Some(file) = named.filter(|file| read::is_file(file)) else { return Ok(()) };
     let Some(inside) = around.read(&file) else {
         return Err(format!("it trains by {file}, which is not at hand: ft import {file}"));
     };

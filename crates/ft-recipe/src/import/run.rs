@@ -20,7 +20,9 @@ conversions! {
     "patience" => |ctx, e| ctx.take("run.patience", e),
     "saved" => |ctx, e| if e.line == 0 { per_epoch(ctx, e) } else { ctx.take("run.save_every", e) },
     "fsdp_version" => |ctx, e| match (number(&e.value), ctx.get("fsdp").is_none_or(is_off)) {
-        (Some(2.0), true) => zero(ctx, 3, e),
+        (Some(2.0), true) if ctx.entries.list.iter().any(|e| e.path.starts_with("fsdp_config.")) => {
+            zero(ctx, 3, e)
+        }
         _ => needless("parallel.zero has no further settings"),
     },
     "cpu" => |ctx, e| ctx.switch("run.device", quote("cpu"), e),

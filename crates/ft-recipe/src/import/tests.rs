@@ -299,6 +299,8 @@ fn types_of_axolotl_have_columns_and_prompts() {
     let own = set("type: {field_instruction: q, field_output: a}");
     assert_eq!(fate(&own, "datasets.0.type.field_instruction"), Fate::NotSupported, "{}", listing(&own));
     assert_eq!(fate(&own, "datasets.0.type.field_output"), Fate::Converted);
+    let own = set("type: {system_prompt: \"\", field_system: s, field_instruction: q, field_output: a}");
+    assert_eq!(fate(&own, "datasets.0.type.field_instruction"), Fate::NotSupported, "{}", listing(&own));
     assert_eq!(parsed(&own).data.train[0].fields["instruction"], "q");
     let prompt = |keys: &str| {
         let text = AXOLOTL.replace("path: a.jsonl", &format!("path: a.jsonl, {keys}"));
@@ -1004,7 +1006,7 @@ fn values_that_lose_something_are_not_supported() {
         assert_eq!(line.fate, expected, "{key}\n{}", listing(&imported));
     }
     assert!(default_of(&of(&format!("{trl}load_in_4bit: true\n")), "use_bnb_nested_quant").is_some());
-    let sharded = of(&format!("{axolotl}fsdp_version: 2\n"));
+    let sharded = of(&format!("{axolotl}fsdp_version: 2\nfsdp_config: {{reshard_after_forward: true}}\n"));
     assert!(listing(&sharded).contains("parallel.zero = 3"), "{}", listing(&sharded));
     let imported = of(&format!("{axolotl}evals_per_epoch: 2\nearly_stopping_patience: 3\n"));
     let line = imported.lines.iter().find(|l| l.key == "early_stopping_patience").expect("a line");

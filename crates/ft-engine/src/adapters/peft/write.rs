@@ -126,11 +126,13 @@ fn target_parameters(selection: &Selection) -> Vec<String> {
     let short =
         |name: &str| name.split_once(".layers.").and_then(|(_, n)| Some(n.split_once('.')?.1.to_string()));
     let is_lora = |c: &Choice| matches!(c, Choice::Lora { .. });
-    let all = selection.modules.iter().filter_map(|(m, c)| Some((m.parameter.as_ref()?, is_lora(c))));
-    let partial: HashSet<String> =
-        all.clone().filter(|(_, lora)| !lora).filter_map(|(p, _)| short(&p.name)).collect();
+    let adapted = |(m, c): &&(Module, Choice)| m.parameter.is_some() && is_lora(c);
+    // Weights of other linears could be parameters too.
+    let name = |m: &Module| m.parameter.as_ref().map_or_else(|| short(&m.weight_name()), |p| short(&p.name));
+    let others = selection.modules.iter().filter(|one| !adapted(one));
+    let partial: HashSet<String> = others.filter_map(|(m, _)| name(m)).collect();
     let (mut out, mut seen) = (Vec::new(), HashSet::new());
-    for (p, _) in all.filter(|(_, lora)| *lora) {
+    for p in selection.modules.iter().filter(adapted).filter_map(|(m, _)| m.parameter.as_ref()) {
         let name = short(&p.name).filter(|n| !partial.contains(n));
         let name = name.unwrap_or_else(|| current(&p.name).into_owned());
         if seen.insert(name.clone()) {

@@ -83,12 +83,13 @@ pub struct Table {
     pub totals: Totals,
 }
 
-/// Whether the kernels support a matrix's groups of scales.
+/// Whether the kernels support a matrix's quantization blocks and groups of scales.
 pub fn takes(w: &QuantizedMatrix) -> bool {
-    match w.parts().1 {
+    let grouped = match w.parts().1 {
         Scales::Plain(_) => true,
         Scales::Nested { group, .. } => group.is_power_of_two(),
-    }
+    };
+    grouped && w.block().is_power_of_two() && w.block() >= 32 && w.dims().0 * w.dims().1 < 1 << 37
 }
 
 impl Entry<'_> {

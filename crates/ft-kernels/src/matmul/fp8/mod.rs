@@ -25,7 +25,6 @@ mod cuda;
 mod library;
 
 use crate::Tensor;
-use crate::cpu::is_cpu;
 use crate::gemm;
 use crate::ledger::{Cost, Role};
 use crate::quantized::QuantizedMatrix;
@@ -174,11 +173,28 @@ impl Fp8Matrix {
             Source::Dense(w) => w.dtype(),
             Source::Blocks(w) => w.dtype(),
         };
+        let here = match x.ghost() {
+            Some(g) => g.ledger().machine().cuda,
+            None => self.is_here(x),
+        };
         let exactly = EXACTLY.load(Ordering::Relaxed);
-        !is_cpu(x)
-            && !exactly
+        here && !exactly
             && [x.dtype(), stored] == [DType::BF16; 2]
             && x.dims().first().is_some_and(|t| *t > FEW)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_here(&self, x: &Tensor) -> bool {
+        let reads = match &self.source {
+            Source::Dense(_) => true,
+            Source::Blocks(w) => crate::quantized::dequantizes(w),
+        };
+        reads && x.real().is_ok_and(|x| x.device().is_cuda())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn is_here(&self, _: &Tensor) -> bool {
+        false
     }
 
     /// Records a product of `x` `[t, inner]`: work, buffers, and the result without `sum`.

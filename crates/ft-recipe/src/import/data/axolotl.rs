@@ -143,7 +143,10 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
 fn user_defined(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome {
     source.format("alpaca");
     let told = source.field(key.rsplit("field_").next().unwrap_or_default(), value);
-    let first = keys.iter().map(|(_, k, _)| k.as_str()).find(|k| k.starts_with("type."));
+    let first = keys
+        .iter()
+        .map(|(_, k, _)| k.as_str())
+        .find(|k| k.starts_with("type.field_") && *k != "type.field_system");
     match first == Some(key) && word(keys, "type.format").is_none() {
         true => refused(format!("{}; {PLAIN_PROMPT}", told.1)),
         false => told,

@@ -33,13 +33,15 @@ pub(super) fn missing(ctx: &Context<'_>) -> Option<String> {
         "TRL" => "dataset_name, datasets or dataset_mixture",
         _ => "dataset",
     };
-    let other = OTHERS.iter().find(|(key, _)| has(key));
+    let of_v1 = ["model", "dist_config", "peft_config", "init_config"].into_iter().any(has);
+    let other = OTHERS.iter().find(|(key, _)| has(key) && (*key != "train_dataset" || of_v1));
     Some(other.map_or_else(|| format!("{key} names no training data"), |(_, why)| (*why).to_string()))
 }
 
 /// The outcome of a key of a data set, found by [`all`].
 pub(super) fn outcome(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    ctx.of_data.remove(&e.path).unwrap_or_else(|| refused("no such key of data here: ft schema lists them"))
+    let found = ctx.of_data.get(&e.path).cloned();
+    found.unwrap_or_else(|| refused("no such key of data here: ft schema lists them"))
 }
 
 /// Converts the data of the file, before its other keys.

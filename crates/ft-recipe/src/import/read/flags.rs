@@ -17,8 +17,8 @@ const FACTORY: &str = "llamafactory-cli";
 const FACTORY_MODULE: &str = "llamafactory.cli";
 /// Modules behind `-m` with another program as an argument.
 const LAUNCHERS: [&str; 3] = ["torch.distributed.", "accelerate.commands.", "deepspeed.launcher."];
-/// Options of uv with the name of a package.
-const PACKAGES: [&str; 5] = ["--with", "--from", "--extra", "--group", "--package"];
+/// Options of uv with the name of a package, and of conda with that of an environment.
+const PACKAGES: [&str; 7] = ["--with", "--from", "--extra", "--group", "--package", "-n", "--name"];
 /// First words of a command.
 const FIRST: [&str; 6] = ["trl", "accelerate", "torchrun", "deepspeed", FACTORY, "export"];
 /// Programs before a command, with options of their own.
@@ -55,6 +55,25 @@ const TASKS: [&str; 26] = [
 ];
 /// Further scripts and verbs of training.
 const TRAINS: [&str; 2] = ["sft", "train"];
+/// Words in names of scripts that prepare, measure or convert.
+const HELPERS: [&str; 16] = [
+    "prepare",
+    "preprocess",
+    "build",
+    "make",
+    "create",
+    "generate",
+    "convert",
+    "download",
+    "data",
+    "dataset",
+    "eval",
+    "evaluate",
+    "evaluation",
+    "test",
+    "merge",
+    "export",
+];
 /// The key of a file that a command trains by.
 pub(in crate::import) const FILE: &str = "config";
 /// Variables of the environment that a trainer reads.
@@ -77,7 +96,8 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     let best = commands.into_iter().max_by_key(|c| (trains(c), flags(c)));
     let best = best.filter(|c| trains(c) || flags(c) > 0);
     let command = best.ok_or("there is no command with --flags in it")?;
-    if trains(&command) && command.iter().any(|(word, _)| word == TUNE) {
+    let program = (0..command.len()).find(|i| is_program(&command, *i));
+    if trains(&command) && program.is_some_and(|i| command[i].0 == TUNE) {
         return Err(
             "it trains by the file of --config: ft import that file (tune cp copies torchtune's own)".into(),
         );
@@ -246,7 +266,7 @@ fn task_in(stem: &str) -> Option<&'static str> {
 }
 
 /// Whether a word names a configuration.
-fn is_file(word: &str) -> bool {
+pub(in crate::import) fn is_file(word: &str) -> bool {
     [".yaml", ".yml", ".json"].iter().any(|ending| word.ends_with(ending))
 }
 
@@ -259,7 +279,8 @@ fn trains(command: &[(String, usize)]) -> bool {
     if PROGRAMS.contains(&word) || word == FACTORY_MODULE {
         return rest.first().is_some_and(|(verb, _)| is_task(verb) || word == TUNE && verb == "run");
     }
-    is_task(stem(word)) && rest.iter().any(|(w, _)| w.starts_with("--") || is_file(w))
+    let helps = stem(word).split(['_', '-']).any(|part| HELPERS.contains(&part));
+    is_task(stem(word)) && !helps && rest.iter().any(|(w, _)| w.starts_with("--") || is_file(w))
 }
 
 /// Refuses a flag of the trainer given twice.
@@ -382,6 +403,12 @@ mod tests {
         assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
         assert!(!is_command("description: |\n  axolotl is a toolkit\n  tune the model\n"));
         assert!(read("tune run full --config llama3/8B_full\n").unwrap_err().contains("ft import"));
+        assert!(read("trl sft --run_name tune\n").is_ok());
+        let run = read("conda run -n axolotl trl dpo --beta 0.1\n").unwrap().list;
+        assert_eq!((run[0].path.as_str(), &run[0].value), ("command", &"dpo".into()));
+        // a script beside the training one, before or behind it
+        let both = "python prepare_dpo_data.py --in a\ntrl sft --b 1\npython eval_reward.py --model c\n";
+        assert_eq!(read(both).unwrap().list[0].value, "sft");
         assert!(!is_command("---\nbase_model: x\ntime: 3\npython_version: 3\ntrl:\n  beta: 1\n"));
     }
 

@@ -6,7 +6,7 @@ mod scalar;
 mod yaml;
 
 pub(super) use entries::{Entries, Entry};
-pub(super) use flags::{FILE, is_command};
+pub(super) use flags::{FILE, is_command, is_file};
 pub(super) use scalar::{is_expansion, is_off, number, text, truth, words};
 pub use yaml::value as yaml_value;
 
