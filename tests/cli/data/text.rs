@@ -179,7 +179,7 @@ fn a_model_that_answers_takes_nothing_without_effect() {
     let w = World::new();
     let model = &small(&w, "alpaca", &[json!({"instruction": "Hello!", "output": "Hi."})]);
     w.ok(&["run", "r.toml", "data.train.0.form=plain"]);
-    let (chat, serve) = (&["chat", "--prompt", "x"][..], &["serve", "--port", "0", "--until-eof"][..]);
+    let (chat, serve) = (&["chat", "--prompt", "x"][..], &["serve", "--port", "0"][..]);
     for (verb, model, option, value, said) in [
         (chat, &model[..], "--template", "moood=x", "--template moood: the chat template has no variable"),
         (serve, model, "--template", "moood=x", "--template moood: the chat template has no variable"),
