@@ -178,6 +178,21 @@ fn tokens_experts_and_matrices_over_devices() {
     }
 }
 
+/// Parts of 4-bit matrices with blocks of 16 and of 8 values, which no kernel takes.
+#[test]
+fn small_blocks_of_4_bit_matrices_over_devices() {
+    if !devices(2) {
+        return;
+    }
+    let w = split::world(CUT);
+    w.config("tiny", json!({"num_key_value_heads": 4}));
+    let set = ["model.dtype=f32", "model.quantize=nf4", "run.steps=1", "--overwrite"];
+    let one = bits(&w, 1, "one", &set);
+    let two = bits(&w, 1, "two", &[&set[..], &["parallel.tensor=2"]].concat());
+    let far = apart(&two[0], &one[0]);
+    assert!(far <= 1e-5, "{far:.1e} from one device");
+}
+
 /// Layers over devices: the bits of one stage, at every stage of ZeRO.
 #[test]
 fn layers_over_devices() {

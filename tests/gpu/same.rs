@@ -70,7 +70,10 @@ fn close(rules: &str, set: &[&str], bar: f64) {
 }
 
 fn close_of(config: &serde_json::Value, rules: &str, set: &[&str], bar: f64) {
-    let w = world_of(config, rules);
+    close_in(&world_of(config, rules), set, bar);
+}
+
+fn close_in(w: &World, set: &[&str], bar: f64) {
     for device in ["cuda", "cpu"] {
         let (device, output) = (format!("run.device={device}"), format!("run.output={device}"));
         w.ok(&[&["run", "r.toml", &device, &output], set].concat());
@@ -305,6 +308,34 @@ fn mixtures_are_close_to_the_cpu() {
     for (rules, set, bar) in cases.into_iter().take(few(3)) {
         close_of(&mixture, rules, set, bar);
     }
+}
+
+/// A router that a checkpoint has in 4 bits computes in f32, beside experts in bf16.
+#[test]
+fn a_router_in_4_bits_is_close_to_the_cpu() {
+    if !device() {
+        return;
+    }
+    // the gate of an expert has the shape of the router
+    let mut config = super::verbs::mixture();
+    (config["num_experts"], config["moe_intermediate_size"]) = (json!(8), json!(8));
+    let all = ["attention", "experts", "router", "norms", "embedding", "head"];
+    let w = world_of(&config, &format!("[[train]]\nmodules = {all:?}\nmethod = \"full\"\n"));
+    w.ok(&["run", "r.toml", "run.device=cpu", "run.steps=1", "run.output=full"]);
+    w.ok(&["quantize", "full/model", "--out", "q"]);
+    let path = w.path("q/model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).expect("4-bit weights");
+    let of_router = |(name, part): (&String, &candle_core::Tensor)| {
+        let (block, rest) = name.split_once(".experts.0.gate_proj.weight")?;
+        Some((format!("{block}.gate.weight{rest}"), part.clone()))
+    };
+    let routers: Vec<_> = tensors.iter().filter_map(of_router).collect();
+    assert!(routers.len() > 6, "{routers:?}");
+    tensors.extend(routers);
+    candle_core::safetensors::save(&tensors, &path).expect("saved");
+    let rules = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    w.write("r.toml", recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"q\""));
+    close_in(&w, &["model.dtype=bf16", "run.steps=2"], 0.1);
 }
 
 /// Gate and up of Qwen3.5's experts have one A, to whose gradient both add.
