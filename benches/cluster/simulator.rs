@@ -73,7 +73,7 @@ struct Rank {
     next: usize,
     /// End of the current arithmetic.
     until: f64,
-    /// Open transfers of each collective, by its number; 2 until it has begun.
+    /// Open transfers of each collective, by number; 2 until it has begun.
     open: Vec<usize>,
     /// Whether the collective is with another stage.
     across: Vec<bool>,

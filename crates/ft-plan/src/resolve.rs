@@ -118,7 +118,7 @@ fn check_noise(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     )))
 }
 
-/// A key that a model does not allow, or its selection.
+/// A key at odds with the model or its selection.
 pub(crate) struct Unsuited {
     key: &'static str,
     /// Its value, if messages show it.

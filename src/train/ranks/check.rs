@@ -29,7 +29,7 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
     Err(Error::at(r, "parallel.comm", format!("{what}\n  hint: {hint}")))
 }
 
-/// Checks that this machine can run the ranks of the recipe. `processes`: number of those that `ft run` starts here.
+/// Checks that this machine can run the ranks of the recipe. `processes`: number of processes started here.
 ///
 /// # Errors
 /// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA.

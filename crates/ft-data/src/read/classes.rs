@@ -12,8 +12,8 @@ use std::path::PathBuf;
 /// Most classes; more distinct labels are ids or descriptions.
 const CLASSES: usize = 64;
 
-/// The labels of a source in order, if every row has `text`, and most have as `label` one of few strings, whole numbers
-/// or booleans; or the names that the file has for its labels.
+/// The class names of a source: the file's own, else the distinct values of `label` in order, if all rows have `text`
+/// and most a `label` that is a string, a whole number or a boolean. `None` for other rows.
 ///
 /// # Errors
 /// Missing or unreadable files.

@@ -119,9 +119,9 @@ fn spelled(
     mut fields: BTreeMap<String, String>,
     row: &Map<String, Value>,
 ) -> BTreeMap<String, String> {
-    // columns such as Weight and System are mostly other things
+    // columns Weight and System mostly hold other data
     let exact = ["weight", "system", "tools", "history"];
-    // of alternatives, one that is there exactly is meant
+    // alternatives: an exact name takes precedence
     let texts = ["text", "prompt", "input_ids", "messages", "conversations", "conversation"];
     let is_told = |name: &&str| row.contains_key(fields.get(*name).map_or(*name, String::as_str));
     let told = matches!(format, Format::Labeled | Format::Messages) && texts.iter().any(is_told);

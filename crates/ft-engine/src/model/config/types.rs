@@ -174,7 +174,7 @@ pub struct Moe {
     pub sparse: Vec<bool>,
     /// Inner width of the shared expert; 0 if none.
     pub shared: usize,
-    /// Whether adapters are of all experts of a layer at once: those of the family, or the one that is read.
+    /// Whether adapters hold all experts of a layer in one tensor, by the family or by the adapter to read.
     pub fused: bool,
 }
 

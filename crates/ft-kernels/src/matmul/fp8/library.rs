@@ -120,7 +120,7 @@ fn api() -> std::result::Result<&'static Api, String> {
     API.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
-/// The words of an error are those that `DeviceError` reads.
+/// Converts a status into an error in the format of `DeviceError`.
 fn done(what: &str, status: Status) -> Result<()> {
     status.result().map_err(|e| Error::msg(format!("cuBLASLt, {what}: {e}")))
 }

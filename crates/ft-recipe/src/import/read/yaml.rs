@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(leaves("{\"a\": {\"b\": 1.5},\n \"c\": []}"), "1:a.b=1.5\n2:c=[]\n");
     }
 
-    /// Values that name values, and one that names itself.
+    /// References between values, in a chain and in a circle.
     #[test]
     fn values_are_filled_in() {
         let entries = read("a: ${b}/x\nb: ${c}/y\nc: z\nd: ${d}${d}\ne: ${f}\n").unwrap();
