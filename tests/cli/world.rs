@@ -10,6 +10,28 @@ use std::process::{Child, Output, Stdio};
 /// Path of the binary.
 pub const FT: &str = env!("CARGO_BIN_EXE_ft");
 
+/// Variables of launchers, and keys, by the start of their names: only a test gives them to a command.
+const LAUNCHERS: [&str; 18] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "NNODES",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "NPROC_PER_NODE",
+    "PET_",
+    "TORCHELASTIC_",
+    "JOB_COMPLETION_INDEX",
+    "OMPI_COMM_",
+    "PMI_",
+    "MPI_LOCAL",
+    "SLURM_",
+    "FT_KEY",
+    "FT_API_KEY",
+];
+
 /// Root of the repository.
 pub fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -114,13 +136,9 @@ impl World {
         }
     }
 
-    /// Runs a command in this folder. A first start on a card measures nothing: each test would.
+    /// Runs a command in this folder.
     pub fn command(&self, args: &[&str]) -> std::process::Command {
-        let mut c = std::process::Command::new(FT);
-        c.args(args).current_dir(self.0.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
-        c.env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN").env_remove("HF_HUB_CACHE");
-        c.env("FT_CACHE", self.path("cache")).env("FT_PROBE", "0");
-        c
+        command(self.0.path(), args)
     }
 
     pub fn ft(&self, args: &[&str]) -> Ran {
@@ -187,6 +205,30 @@ impl World {
         let mut names: Vec<String> = whole.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
+    }
+}
+
+/// A command in a folder that also has its caches. A first start on a card measures nothing: each test would.
+pub fn command(folder: &Path, args: &[&str]) -> std::process::Command {
+    let mut c = std::process::Command::new(FT);
+    c.args(args).current_dir(folder).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
+    c.env("HF_HOME", folder.join("hf")).env_remove("HF_TOKEN").env_remove("HF_HUB_CACHE");
+    c.env("FT_CACHE", folder.join("cache")).env("FT_PROBE", "0");
+    for (name, _) in std::env::vars_os() {
+        if LAUNCHERS.iter().any(|start| name.to_string_lossy().starts_with(start)) {
+            c.env_remove(name);
+        }
+    }
+    c
+}
+
+/// Sets and removes the variables of a command in another one, too.
+pub fn same_variables(c: &mut std::process::Command, as_in: &std::process::Command) {
+    for (name, value) in as_in.get_envs() {
+        match value {
+            Some(value) => c.env(name, value),
+            None => c.env_remove(name),
+        };
     }
 }
 

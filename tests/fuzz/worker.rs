@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// Memory limit of a case in bytes. Allocations fail only above 1.5 times this.
 pub const MEMORY: u64 = 1 << 30;
 /// Processor time limit of a case; independent of the load on the machine, unlike elapsed time.
-const PROCESSOR: Duration = Duration::from_secs(10);
+const PROCESSOR: Duration = Duration::from_secs(60);
 /// Elapsed time without any processor time after which a case counts as hanging.
 const WAITING: Duration = Duration::from_secs(120);
 /// Stack size of the case's thread in bytes, an eighth of the usual main thread.

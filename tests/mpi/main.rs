@@ -170,8 +170,10 @@ fn an_error_on_one_rank_ends_all() {
 }
 
 /// Finds the process of a rank by the environment; `None` if `mpirun` has ended.
-fn process(child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
+fn process(w: &World, child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
     let (run, rank) = (format!("run.output={run}"), format!("OMPI_COMM_WORLD_RANK={rank}"));
+    // Other tests of this machine have runs of the same name.
+    let cache = format!("FT_CACHE={}", w.path("cache").display());
     let end = Instant::now() + LATE;
     while Instant::now() < end && child.try_wait().expect("a child").is_none() {
         for p in std::fs::read_dir("/proc").expect("processes").flatten() {
@@ -183,6 +185,7 @@ fn process(child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
             if let Some(number) = number
                 && has("cmdline", &run)
                 && has("environ", &rank)
+                && has("environ", &cache)
             {
                 return Pid::from_raw(number);
             }
@@ -196,6 +199,8 @@ fn begun(w: &World, run: &str, set: &[&str]) -> Child {
     let own = format!("run.output={run}");
     let long = ["run", "r.toml", &own, "parallel.data=4", "parallel.comm=mpi", "run.epochs=4000"];
     let mut c = mpirun(w, 4, &[&long, set].concat());
+    // Seconds that the other ranks have to report a death before mpirun ends them.
+    c.env("OMPI_MCA_odls_base_sigkill_timeout", "5");
     let mut child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("mpirun");
     split::wait_for_a_checkpoint(w, run, std::slice::from_mut(&mut child));
     child
@@ -216,7 +221,7 @@ fn a_lost_rank_ends_all() {
     for (signal, rank, says, timeout) in cases.into_iter().take(few(3)) {
         let run = format!("lost-{}-{rank}", signal.as_raw());
         let mut child = begun(&w, &run, &["parallel.zero=3", timeout, "run.save_every=2"]);
-        let lost = process(&mut child, &run, rank).expect("a process");
+        let lost = process(&w, &mut child, &run, rank).expect("a process");
         kill_process(lost, signal).expect("signalled");
         let r = ran(child.wait_with_output().expect("an end"));
         let name = format!("error: rank {rank} of 4 on {host}: ");
@@ -230,7 +235,7 @@ fn a_lost_rank_ends_all() {
             let log = [String::from_utf8_lossy(&log).into_owned(), r.err.clone()].concat();
             assert!(log.contains(&name), "rank {other} does not say it: {log}");
         }
-        // After a death, mpirun ends rank 0 within a second, whether it has written this or not.
+        // After a death, rank 0 ends within a second, whether it has written this or not.
         if rank != 0 && signal == Signal::STOP {
             assert_eq!(w.events(&run, "stopped")[0]["code"], 7);
         }
@@ -270,7 +275,7 @@ fn a_run_killed_at_any_moment_ends_the_same() {
         let steps = w.events("killed", "step").len();
         let mut c = mpirun(&w, n, &[&run[..], &longer].concat());
         let mut child = c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("mpirun");
-        let lost = process(&mut child, "killed", dice.below(n as u64) as usize);
+        let lost = process(&w, &mut child, "killed", dice.below(n as u64) as usize);
         // Some kills happen during startup, the rest in or after a step.
         let later = if round % 3 == 2 { 0 } else { steps + 1 + dice.below(4) as usize };
         let begun = Instant::now();

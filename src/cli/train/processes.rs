@@ -86,6 +86,14 @@ pub(super) fn start(start: &Start) -> ft_base::Result<u8> {
     Ok(outcome)
 }
 
+/// A free port of loopback for rank 0. The system chooses higher ones for sockets that name none: none of them takes
+/// this port before rank 0 listens.
+fn free_port() -> std::io::Result<u16> {
+    let is_free = |port: &u16| TcpListener::bind((Launch::LOOPBACK, *port)).is_ok();
+    let any = TcpListener::bind((Launch::LOOPBACK, 0))?.local_addr()?.port();
+    Ok((10_000 + any % 9_000..20_000).find(is_free).unwrap_or(any))
+}
+
 /// Started processes, by their number on this machine.
 struct Processes {
     /// Rank of number 0.
@@ -101,10 +109,7 @@ impl Processes {
         let program = std::env::current_exe()?;
         let (host, port) = match &start.rendezvous {
             Some(rendezvous) => rendezvous.clone(),
-            None => {
-                let port = TcpListener::bind((Launch::LOOPBACK, 0))?.local_addr()?.port();
-                (Launch::LOOPBACK.into(), port)
-            }
+            None => (Launch::LOOPBACK.into(), free_port()?),
         };
         for number in 0..start.local {
             let mut command = Command::new(&program);
@@ -201,6 +206,19 @@ impl Processes {
             (Some(code), _) => ExitCode::of(u8::try_from(code).unwrap_or_default()) as u8,
             (None, Some(_)) => ExitCode::LostRank as u8,
             (None, None) => ExitCode::Done as u8,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_port_of_rank_0_is_none_that_the_system_chooses() {
+        for _ in 0..20 {
+            let port = free_port().expect("a port");
+            assert!((10_000..20_000).contains(&port), "{port}");
         }
     }
 }

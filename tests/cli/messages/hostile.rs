@@ -110,15 +110,10 @@ fn long_rows_are_cut_or_refused_in_bounded_memory() {
     let words = "some words that are cut into tokens one after the other ".repeat(180_000);
     let text = |t: &str| json!({"text": t}).to_string() + "\n";
     let limited = |args: &str| {
-        let mut c = w.command(&[]);
         let line = format!("ulimit -v 1500000; exec {} {args}", crate::world::FT);
         let mut sh = std::process::Command::new("sh");
         sh.args(["-c", &line]).current_dir(w.path("")).env("RAYON_NUM_THREADS", "2");
-        for (k, v) in c.env("NO_COLOR", "1").get_envs() {
-            if let Some(v) = v {
-                sh.env(k, v);
-            }
-        }
+        crate::world::same_variables(&mut sh, &w.command(&[]));
         ends(sh)
     };
     let args = "data r.toml --rows 0 'data.train=[{source=\"long.jsonl\",format=\"text\"}]' data.mask=none data.max_length=64";

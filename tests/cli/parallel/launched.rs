@@ -6,7 +6,6 @@ use crate::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::Duration;
 
 fn run<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
     [&["run", "r.toml", &own[0], &own[1]], set].concat()
@@ -190,14 +189,15 @@ fn strangers_at_the_port_are_dropped() {
     let at = rendezvous();
     let args = own("met", 2);
     let args = run(&args, &["run.epochs=1"]);
-    let first = launch_at(&w, &at, (&[0], 2), &args, &|_| Vec::new());
+    let mut first = launch_at(&w, &at, (&[0], 2), &args, &|_| Vec::new());
     let address = format!("{}:{}", at.0, at.1);
-    let connect = || loop {
-        // Rank 0 does not listen yet.
-        match TcpStream::connect(&address) {
-            Ok(stream) => break stream,
-            Err(_) => std::thread::sleep(Duration::from_millis(10)),
-        }
+    let mut connect = || {
+        let mut stream = None;
+        wait_until(&mut first, "listener", || {
+            stream = TcpStream::connect(&address).ok();
+            stream.is_some()
+        });
+        stream.expect("a connection")
     };
     let says: [&[u8]; 4] = [
         b"",

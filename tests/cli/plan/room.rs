@@ -141,12 +141,7 @@ fn limited(w: &World, mib: u64, args: &[&str]) -> Ran {
     let mut c = std::process::Command::new("sh");
     c.arg("-c").arg(format!("ulimit -v {}; exec \"$0\" \"$@\"", mib << 10));
     c.arg(ft.get_program()).args(ft.get_args()).current_dir(w.path(".")).env("RAYON_NUM_THREADS", "2");
-    for (k, v) in ft.get_envs() {
-        match v {
-            Some(v) => c.env(k, v),
-            None => c.env_remove(k),
-        };
-    }
+    crate::world::same_variables(&mut c, &ft);
     crate::world::ran(c.output().expect("started"))
 }
 

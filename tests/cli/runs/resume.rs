@@ -105,6 +105,10 @@ fn signals_save_a_checkpoint_first() {
     let args = ["run", "r.toml", "run.output=stopped", "run.save_every=0", "--resume"];
     for (which, code) in [(Signal::TERM, 143), (Signal::INT, 130), (Signal::USR1, 138)] {
         let steps = || w.events("stopped", "step").len();
+        // A late signal leaves too few steps for the next one.
+        if steps() > STEPS / 2 {
+            std::fs::remove_dir_all(w.path("stopped")).expect("removed");
+        }
         let on = steps() + 3;
         let goes_on = || (on..STEPS).contains(&steps());
         let ended = at_a_moment(&w, ("stopped", &args), goes_on, |child| send(child, which));

@@ -337,10 +337,8 @@ fn limited(w: &World, limit: &str, env: &[(&str, &str)], args: &[&str]) -> Ran {
     let ft = w.command(args);
     let mut c = std::process::Command::new("sh");
     c.arg("-c").arg(format!("{limit}; exec \"$0\" \"$@\"")).arg(ft.get_program()).args(ft.get_args());
-    c.current_dir(w.path("."))
-        .envs(ft.get_envs().filter_map(|(k, v)| Some((k, v?))))
-        .envs(env.iter().copied());
-    ran(c.output().expect("started"))
+    crate::world::same_variables(&mut c, &ft);
+    ran(c.current_dir(w.path(".")).envs(env.iter().copied()).output().expect("started"))
 }
 
 /// System limits have their own messages and exit codes.

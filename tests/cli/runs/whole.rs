@@ -402,7 +402,9 @@ fn failed_commands_leave_no_drafts() {
         assert!(left.is_empty() || *codes.last().expect("a code") == 0, "{verb:?}: {left:?}");
         let _ = std::fs::remove_dir_all(w.path("small/q"));
     }
-    assert!(std::process::Command::new("umount").arg(w.path("small")).status().expect("ran").success());
+    // another program may look into a new disk
+    let unmount = std::process::Command::new("umount").arg("--lazy").arg(w.path("small")).status();
+    assert!(unmount.expect("ran").success());
     assert!(codes.contains(&5) && codes.iter().all(|c| [0, 5].contains(c)), "{codes:?}");
 }
 
@@ -517,7 +519,7 @@ fn a_finished_run_answers_at_once() {
     }
     let run = ["run", "r.toml", "model.source=m", "run.output=o"];
     // Files modified just before the run may change again within one clock tick.
-    std::thread::sleep(Duration::from_millis(2100));
+    std::thread::sleep(Duration::from_secs(3));
     w.ok(&run);
     let resume = |more: &[&str]| w.ft(&[&run[..], &["--resume"], more].concat());
     // Reading the checkpoint detects the damage.

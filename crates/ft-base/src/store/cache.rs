@@ -14,7 +14,7 @@ pub fn expand_home(written: &str, home: Option<&Path>) -> PathBuf {
 
 /// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` if none of the variables is set.
 ///
-/// Unit tests use only `FT_CACHE`, to leave the user's folder alone.
+/// Unit tests of this crate use only `FT_CACHE`, to leave the user's folder alone.
 pub fn cache_folder() -> Option<PathBuf> {
     let var = |k: &str| std::env::var_os(k).filter(|v| !v.is_empty()).map(PathBuf::from);
     let named = var("FT_CACHE");

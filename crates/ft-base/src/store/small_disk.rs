@@ -36,7 +36,8 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        let unmount = Command::new("umount").arg(self.0.path()).status();
+        // a child process that another test starts holds files for a moment
+        let unmount = Command::new("umount").arg("--lazy").arg(self.0.path()).status();
         if !std::thread::panicking() {
             assert!(unmount.is_ok_and(|s| s.success()), "unmounting {}", self.0.path().display());
         }

@@ -1,11 +1,10 @@
 //! Reserves and budgets: runs within them, and the verdict of `ft plan`.
 
 use super::{FEED_FORWARD, FULL, LORA, NF4, config, event, mixture, process, run, run_rows, wide};
-use crate::world::few;
+use crate::world::{command, few};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::Command;
 
 /// Rows of one repeated token route all tokens to the same experts. The run stays within the routing
 /// reserve of the plan.
@@ -101,10 +100,7 @@ fn a_run_obeys_its_budget() -> Result<()> {
         ensure!(adapter()? == free, "the recompute level changed the result");
     }
 
-    let out = Command::new(env!("CARGO_BIN_EXE_ft"))
-        .current_dir(dir.path())
-        .args(["run", "r.toml", "--overwrite", "memory.budget=20MiB"])
-        .output()?;
+    let out = command(dir.path(), &["run", "r.toml", "--overwrite", "memory.budget=20MiB"]).output()?;
     let said = String::from_utf8_lossy(&out.stderr);
     ensure!(out.status.code() == Some(8), "{said}");
     ensure!(said.contains("hint:"), "{said}");
@@ -152,13 +148,11 @@ fn less_memory_shrinks_chunks_and_recomputes_layers() -> Result<()> {
 /// `ft plan` needs only the config, prints the plan before it fails, and exits with 8.
 #[test]
 fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/qwen3-8b-lora.toml");
     let plan = |set: &[&str]| {
-        Command::new(env!("CARGO_BIN_EXE_ft"))
-            .args(["plan", "--json", concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/qwen3-8b-lora.toml")])
-            .args(set)
-            .env("HF_HUB_OFFLINE", "1")
-            .env("FT_CACHE", "/dev/null")
-            .output()
+        let mut ft = command(dir.path(), &["plan", "--json", recipe]);
+        ft.args(set).env("FT_CACHE", "/dev/null").output()
     };
     for (budget, code) in [("memory.budget=200GiB", 0), ("memory.budget=4GiB", 8)] {
         for device in ["run.device=cpu", "run.device=cuda"] {
@@ -179,14 +173,16 @@ fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
 fn the_gpu_option_sets_device_and_budget() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let plan = |args: &[&str]| {
-        let mut ft = Command::new(env!("CARGO_BIN_EXE_ft"));
-        let ft = ft.args(["plan", "qwen3-8b-qlora"]).args(args).current_dir(dir.path());
-        ft.env("HF_HUB_OFFLINE", "1").env("HF_HOME", dir.path()).env("FT_CACHE", "/dev/null").output()
+        let mut ft = command(dir.path(), &["plan", "qwen3-8b-qlora"]);
+        ft.args(args).env("FT_CACHE", "/dev/null").output()
     };
     let said = |args: &[&str]| plan(args).map(|out| String::from_utf8_lossy(&out.stdout).into_owned());
-    let by_keys = said(&["--json", "run.device=cuda", "memory.budget=48GB"])?;
-    ensure!(!by_keys.is_empty() && by_keys == said(&["--json", "--gpu", "48GB"])?);
-    ensure!(by_keys == said(&["--json", "--gpu", "48"])?);
+    // What is free changes from one command to the next.
+    let known = ["--json", "memory.host_budget=64GiB", "memory.disk_budget=1TiB"];
+    let json = |set: &[&str]| said(&[&known[..], set].concat());
+    let by_keys = json(&["run.device=cuda", "memory.budget=48GB"])?;
+    ensure!(!by_keys.is_empty() && by_keys == json(&["--gpu", "48GB"])?);
+    ensure!(by_keys == json(&["--gpu", "48"])?);
     let text = said(&["--gpu", "48GB"])?;
     ensure!(text.starts_with("fits: 42.50 of 44.70 GiB on one CUDA card ("), "{text}");
     ensure!(text.lines().count() < 20 && !text.contains("theory"), "{text}");

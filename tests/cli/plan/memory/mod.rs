@@ -5,7 +5,7 @@ mod budget;
 mod one_rank;
 mod sharded;
 
-use crate::world::{few, nightly};
+use crate::world::{command, few, nightly};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use ft::files::write_file;
@@ -13,7 +13,6 @@ use ft::model::Config;
 use ft::model::modules::{Group, modules};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::Command;
 
 const FULL: &str =
     "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
@@ -188,12 +187,9 @@ fn run_rows(
         512 / shorter
     );
     std::fs::write(dir.join("r.toml"), recipe)?;
-    let out = Command::new(env!("CARGO_BIN_EXE_ft"))
-        .current_dir(dir)
-        .args(["run", "r.toml", "--overwrite"])
-        .args(set)
-        .env("FT_CACHE", dir.join("cache"))
-        .output()?;
+    // Bounds are for two threads: each has memory that is not planned.
+    let mut ft = command(dir, &["run", "r.toml", "--overwrite"]);
+    let out = ft.args(set).env("RAYON_NUM_THREADS", "2").output()?;
     ensure!(out.status.success(), "{set:?}: {}", String::from_utf8_lossy(&out.stderr));
     let end = event(dir, "end")?;
     let of = |key: &str| end[key].as_u64().with_context(|| format!("no {key}"));

@@ -5,7 +5,7 @@ use super::group::Processes;
 use super::key::Key;
 use super::key::Source;
 use super::listener::{self, Listener};
-use super::monitor::{DRAIN, Monitor};
+use super::monitor::Monitor;
 use super::rendezvous::{self, Connections, Registration};
 use super::tcp;
 use crate::ranks::comm::{CollectiveId, Comm, Error};
@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// Minimum timeout for process startup.
 const MEET: Duration = Duration::from_secs(60);
+/// Time for rank 0 to name the cause of a broken connection.
+const CAUSE: Duration = Duration::from_secs(2);
 const START: CollectiveId = CollectiveId::all("the start");
 
 /// Processes on this machine.
@@ -70,9 +72,8 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             let done = move |round| known.done(round);
             let known = Arc::clone(&monitor);
             let broken = move |peer: usize, e: std::io::Error| {
-                // Rank 0 names a process that has died, or that reports its own error, within this time: the first
-                // cause is kept.
-                std::thread::sleep(DRAIN);
+                // Rank 0 names a process that has died, or that reports its own error: the first cause is kept.
+                known.wait_for_failure(CAUSE);
                 let why = format!("its connection for values to rank {rank} broke: {e}");
                 known.fail(known.error(peer, why, ExitCode::LostRank), false);
             };

@@ -28,7 +28,7 @@ const STOPPED: Duration = Duration::from_secs(2);
 /// because launchers kill the remaining processes one second later.
 const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
 /// Time to wait for data sent by a failed rank before the failure.
-pub(super) const DRAIN: Duration = Duration::from_millis(500);
+const DRAIN: Duration = Duration::from_millis(500);
 /// Additional time for other ranks to wait for the report of rank 0.
 const AFTER_RANK_0: Duration = Duration::from_millis(250);
 
@@ -182,6 +182,12 @@ impl Monitor {
     /// Cause of the failure, if any.
     pub fn failed(&self) -> Option<Error> {
         self.lock().failed.as_ref().map(|(e, ..)| e.clone())
+    }
+
+    /// Waits until the cause of a failure is known, at most for `limit`.
+    pub fn wait_for_failure(&self, limit: Duration) {
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, |s| s.failed.is_none());
+        drop(waited);
     }
 
     /// Registers `f`, called on a separate thread when the run fails.
@@ -490,6 +496,18 @@ mod tests {
         monitor.fail(e, false);
         assert!(monitor.failed().is_some());
         sender.join().expect("no panic");
+    }
+
+    #[test]
+    fn a_wait_for_a_failure_ends_with_it() {
+        const LIMIT: Duration = Duration::from_secs(600);
+        let monitor = Arc::new(Monitor::new((0, 1), LIMIT));
+        monitor.wait_for_failure(Duration::ZERO);
+        let (other, begun) = (Arc::clone(&monitor), Instant::now());
+        let waiting = std::thread::spawn(move || other.wait_for_failure(LIMIT));
+        monitor.fail(monitor.error(0, "it fails".into(), ExitCode::LostRank), true);
+        waiting.join().expect("no panic");
+        assert!(begun.elapsed() < LIMIT);
     }
 
     #[test]
