@@ -90,7 +90,7 @@ fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json
         .map(|(max, tokens, samples)| json!({"max_length": max, "tokens": tokens, "samples": samples}))
         .collect();
     json!({
-        "rows_read": s.rows_read, "samples": s.examples, "truncated": s.truncated,
+        "rows_read": s.rows_read, "samples": s.examples, "truncated": s.truncated, "divided": s.divided,
         "left_out": s.drops,
         "lengths": lengths(&s.lengths),
         "whole_lengths": lengths(&s.whole.lengths()),

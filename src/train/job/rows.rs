@@ -76,7 +76,7 @@ const MANY: usize = 100;
 
 /// Warns about a run of many steps with its only checkpoint at the end.
 pub fn tell_unsaved(run: &Run, steps: usize) {
-    if run.save_every == 0 && !run.keep_best && steps > MANY {
+    if !run.save_every.recurs() && !run.keep_best && steps > MANY {
         warn(&format!(
             "run.save_every = 0: no checkpoint before the end of {steps} steps, so a killed run begins anew; to \
              change: run.save_every={MANY}"

@@ -103,7 +103,7 @@ impl Server {
     /// Starts a server if the recipe asks for one. Prints a warning on failure.
     pub fn start(program: Option<&Path>, job: &Job, dir: &Path) -> Option<Self> {
         let program = program.filter(|_| !job.recipe.serve.devices.is_empty())?;
-        if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
+        if !job.recipe.run.save_every.recurs() && !job.recipe.run.keep_best {
             warn(
                 "run.save_every = 0: until the run ends there is no checkpoint, and the server answers as the model \
                  was before the first step",

@@ -126,8 +126,9 @@ impl<'a> Trainer<'a> {
     /// Runs the steps; a checkpoint and an evaluation follow a step when due.
     fn train(&mut self) -> ft_base::Result<()> {
         let (first, total) = (self.run.done() as usize, self.run.total());
+        let batches = &self.run.inputs.batches;
         self.begin()?;
-        if first > 0 && self.is_due(self.cx.job.recipe.run.eval_every, first) {
+        if first > 0 && batches.is_due(self.cx.job.recipe.run.eval_every, first) {
             // Repeats what was interrupted after the checkpoint.
             if self.log.metrics.count("eval") == 0 || self.is_other_eval {
                 self.evaluate()?;
@@ -152,19 +153,14 @@ impl<'a> Trainer<'a> {
             self.check_signal()?;
             self.step(step)?;
             let run = &self.cx.job.recipe.run;
-            if self.is_due(run.save_every, step + 1) {
+            if batches.is_due(run.save_every, step + 1) {
                 self.save()?;
             }
-            if self.is_due(run.eval_every, step + 1) {
+            if batches.is_due(run.eval_every, step + 1) {
                 self.evaluate().and_then(|()| self.sample()).map_err(|e| self.after_intact(e))?;
             }
         }
         self.check_signal()
-    }
-
-    /// Returns true after every `every` steps and after the last step.
-    fn is_due(&self, every: usize, step: usize) -> bool {
-        step == self.run.total() || (every > 0 && step.is_multiple_of(every))
     }
 
     /// Logs the begin of the run. At step 0, also evaluates and samples if configured.
@@ -397,11 +393,11 @@ impl<'a> Trainer<'a> {
         }
         place::enter(place::Phase::Save, 0);
         let draft = self.run.checkpoints.begin(step)?;
-        command::announce(self.cx.comm, &Command::Save(step, draft.path().into()))?;
         let identity = self.run.identity.get()?.clone();
         let loss_scale = self.cx.loss_scale.get();
         let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity, loss_scale };
         state::begin(draft.path(), &state, params)?;
+        command::announce(self.cx.comm, &Command::Save(step, draft.path().into()))?;
         finite::check_weights(params, self.cx.comm, step)?;
         ranks::save(&self.cx, draft.path())?;
         let run = &self.cx.job.recipe.run;

@@ -297,7 +297,7 @@ fn keys_and_values_of_other_programs_are_translated() {
         "here it is run.batch_rows: rows a step = micro-batch x accumulation",
     );
     told("data.val_set_size=0.1", "data.eval_share");
-    told("run.evals_per_epoch=4", "run.eval_every: eval_every = the steps of an epoch");
+    told("run.evals_per_epoch=4", "run.eval_every: evals_per_epoch = 4 is \"epoch/4\"");
     told("model.load_in_8bit=true", "there is no such key: no weights of 8 bits");
     told("train.0.modules=['all-linear']", "write [\"attention\", \"mlp\"]");
     told("lora.init=gaussian", "here it is \"default\"");
@@ -551,4 +551,18 @@ fn a_long_run_without_checkpoints_is_warned_of() {
     }
     let r = w.ok(&["run", "r.toml", "run.steps=101"]);
     assert!(r.err.contains(said), "{}", r.err);
+}
+
+/// Intervals are steps, shares of the steps, or parts of an epoch: here, of 10 steps.
+#[test]
+fn intervals_are_of_epochs_and_shares_too() {
+    let w = World::tiny(LORA);
+    let set = ["run", "r.toml", "run.output=o", "run.steps=12", "data.pack=false", "run.keep=9"];
+    w.ok(&[&set[..], &["run.save_every=epoch", "run.eval_every=25%"]].concat());
+    assert_eq!(w.checkpoints("o"), ["step-00000010", "step-00000012"]);
+    let evaluated: Vec<u64> = w.events("o", "eval").iter().filter_map(|e| e["step"].as_u64()).collect();
+    assert_eq!(evaluated, [3, 6, 9, 12]);
+    let r = w.ft(&["check", "r.toml", "run.save_every=0.25"]);
+    assert_eq!(r.code, 2, "{}", r.err);
+    assert!(r.err.contains("a share of all steps is a string: \"25%\""), "{}", r.err);
 }

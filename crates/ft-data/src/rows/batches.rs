@@ -2,7 +2,7 @@
 
 use super::order::{MAX_IN_MEMORY, Permutation};
 use ft_base::rng::{Purpose, Stream};
-use ft_recipe::{Length, Run};
+use ft_recipe::{Interval, Length, Run};
 use std::sync::{Mutex, PoisonError};
 
 /// The rows of every step of a run: a pure function of the step number, so a resumed run needs no other
@@ -45,6 +45,15 @@ impl Batches {
     /// Optimizer steps of the run.
     pub fn steps(&self) -> usize {
         self.steps
+    }
+
+    /// Whether an event of this interval follows after `done` steps: at the end of each interval and of the run.
+    pub fn is_due(&self, every: Interval, done: usize) -> bool {
+        let completed = |done: usize| {
+            let taken = (done as u128 * self.batch as u128).min(self.total);
+            every.completed((done, self.steps), (taken, self.rows))
+        };
+        done == self.steps || completed(done) > completed(done.saturating_sub(1))
     }
 
     /// The rows of `step`, counted from 0; empty after the last step.

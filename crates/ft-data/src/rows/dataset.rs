@@ -17,7 +17,7 @@ use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::Mode
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
-use ft_recipe::{Format, OnBadRow, Part, Recipe, ScoreTargets};
+use ft_recipe::{Format, OnBadRow, OverLength, Part, Recipe, ScoreTargets};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -445,8 +445,8 @@ fn of_part(
     Ok(if part == Part::Train { train } else { held_out })
 }
 
-/// Holds out a rounded share of every source, at least one sample but never all. Returns kept and held-out
-/// samples.
+/// Holds out a rounded share of every source, at least one document but never all. Returns kept and held-out
+/// samples; pieces of a document stay together.
 fn split(
     samples: Samples,
     share: f64,
@@ -470,11 +470,12 @@ fn dataset(
 ) -> Result<Dataset, Error> {
     let Epoch { rows, lengths, hash } = Epoch::new(part, &samples, data, seed, storage)?;
     stats.examples = samples.len();
-    if data.eval_share > 0.0 && stats.truncated > 0 {
+    let cut = if data.over_length == OverLength::Split { &mut stats.divided } else { &mut stats.truncated };
+    if data.eval_share > 0.0 && *cut > 0 {
         // counted over both parts
         let mut reader = samples.reader();
-        let cut = |i| reader.item(i).map(|item| usize::from(item.cut));
-        stats.truncated = (0..samples.len()).map(cut).sum::<Result<usize, Error>>()?;
+        let is_cut = |i| reader.item(i).map(|item| usize::from(item.cut));
+        *cut = (0..samples.len()).map(is_cut).sum::<Result<usize, Error>>()?;
     }
     stats.rows = rows.len();
     stats.tokens = rows.tokens as usize;

@@ -24,7 +24,7 @@ impl Dataset {
         if self.stats.truncated > 0 {
             out.push(format!(
                 "{} of {} samples are cut to data.max_length\n  hint: ft data shows what each length loses; \
-                 data.over_length = \"drop\" leaves long samples out",
+                 data.over_length = \"split\" divides long samples, \"drop\" leaves them out",
                 self.stats.truncated, self.stats.examples
             ));
         }
@@ -155,7 +155,11 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
     if s.drops.total() > s.left_out.len() {
         writeln!(out, "             ... and {} more", s.drops.total() - s.left_out.len())?;
     }
-    writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
+    let (count, how) = match limit.1 {
+        OverLength::Split => (s.divided, "documents divided at"),
+        _ => (s.truncated, "cut to"),
+    };
+    writeln!(out, "examples     {}, {count} {how} data.max_length", s.examples)?;
     let words = |l: Lengths| format!("min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max);
     writeln!(out, "lengths      {}", words(s.lengths))?;
     if s.whole.lengths() != s.lengths {

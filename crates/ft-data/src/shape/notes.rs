@@ -33,6 +33,8 @@ pub(crate) enum Note {
     Rated(bool),
     /// A file without rows, among others.
     NoRows,
+    /// A divided document, with pieces without a target.
+    Untrained,
 }
 
 impl Note {
@@ -70,6 +72,9 @@ impl Note {
             Note::Merged => format!(
                 "{s} in which tokens merge across the end of the prompt: the completion is supervised from the first \
                  of them\n  hint: end prompts with a line break or a special token"
+            ),
+            Note::Untrained => format!(
+                "{s} in which pieces of data.max_length tokens have nothing supervised: they are left out"
             ),
             Note::Open => format!(
                 "{s} in which the chat template writes nothing behind the last answer: it trains no end of a turn\n  \

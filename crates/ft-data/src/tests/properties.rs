@@ -1,7 +1,7 @@
 //! Property tests of packing, batches and micro-batches.
 
 use super::*;
-use ft_recipe::{Device, Length, Run};
+use ft_recipe::{Device, Interval, Length, Run};
 use proptest::prelude::*;
 
 fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
@@ -12,9 +12,9 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
         batch_rows,
         micro_rows: 1.into(),
         clip: 1.0,
-        eval_every: 0,
+        eval_every: 0.into(),
         eval_at_start: false,
-        save_every: 0,
+        save_every: 0.into(),
         keep: 2,
         keep_best: false,
         best: ft_recipe::Best::Loss,
@@ -157,6 +157,31 @@ proptest! {
         prop_assert_eq!(m.ids.len(), at);
         prop_assert_eq!(&m.targets, &targets);
         prop_assert_eq!(m.targets.len(), samples().map(|e| e.targets()).sum::<usize>());
+    }
+}
+
+#[test]
+fn intervals_end_after_steps_shares_and_epochs() {
+    let due = |rows, length, batch, every| {
+        let b = Batches::new(rows, &run(length, batch, 0), false);
+        (1..=b.steps()).filter(|done| b.is_due(every, *done)).collect::<Vec<_>>()
+    };
+    let (two, ten) = (Length::Epochs(2.0), Length::Steps(10));
+    for (rows, length, batch, every, expected) in [
+        (10, two, 2, Interval::Steps(0), &[10][..]),
+        (10, two, 2, Interval::Steps(4), &[4, 8, 10]),
+        (10, two, 2, Interval::Percent(25.0), &[3, 6, 9, 10]),
+        (10, two, 2, Interval::Percent(0.1), &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (10, two, 2, Interval::Epoch(1), &[5, 10]),
+        // the halves end after 5, 10, 15 and 20 rows
+        (10, two, 2, Interval::Epoch(2), &[3, 5, 8, 10]),
+        (10, two, 3, Interval::Epoch(1), &[4, 7]),
+        (10, two, 16, Interval::Epoch(4), &[1, 2]),
+        (10, ten, 4, Interval::Epoch(1), &[3, 5, 8, 10]),
+        (300, ten, 4, Interval::Epoch(1), &[10]),
+        (0, two, 2, Interval::Epoch(1), &[]),
+    ] {
+        assert_eq!(due(rows, length, batch, every), expected, "{rows} {length:?} {batch} {every:?}");
     }
 }
 

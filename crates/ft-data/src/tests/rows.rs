@@ -510,6 +510,91 @@ fn long_samples_are_cut_dropped_or_refused() {
     assert!(error.contains("a.jsonl:1: 12 tokens are more than data.max_length = 8"), "{error}");
 }
 
+/// The pieces of a document, one after the other, are the document.
+#[test]
+fn long_documents_are_divided() {
+    let long: Vec<u32> = (1..=20).collect();
+    let weights: Vec<f32> = long.iter().map(|i| *i as f32).collect();
+    let labels = |n: usize, targets: usize| [vec![IGNORE_INDEX; n], vec![3; targets]].concat();
+    let ten = [labels(8, 1), labels(1, 0)].concat();
+    let rows = [
+        json!({"input_ids": long}),
+        json!({"input_ids": long, "labels": labels(17, 3)}),
+        json!({"input_ids": long, "weights": weights}),
+        json!({"input_ids": long, "teacher_ids": long.iter().map(|i| [*i]).collect::<Vec<_>>(),
+            "teacher_logits": vec![[0.0]; 20]}),
+        json!({"input_ids": [1, 2]}),
+        json!({"input_ids": &long[..17]}),
+        // the only target is the first token of a piece
+        json!({"input_ids": &long[..10], "labels": ten}),
+    ];
+    let lines: String = rows.iter().map(|r| format!("{r}\n")).collect();
+    let files = Files::new(&[("a.jsonl", &lines)]);
+    let cfg = ft_recipe::Data { over_length: OverLength::Split, ..data(8) };
+    let d = files.load(&[source("a.jsonl", Format::Tokens)], &cfg).unwrap();
+    let pieces = all(&d);
+    let of = |line| pieces.iter().filter(move |e| e.line == line).collect::<Vec<_>>();
+    let ids = |line| of(line).iter().map(|e| e.ids.clone()).collect::<Vec<_>>();
+    for line in [1, 3, 4] {
+        assert_eq!(ids(line), [&long[..8], &long[8..16], &long[16..]], "{line}");
+    }
+    assert_eq!((ids(2), of(2)[0].labels.clone()), (vec![long[16..].to_vec()], vec![IGNORE_INDEX, 3, 3, 3]));
+    assert_eq!(of(3).iter().flat_map(|e| e.weights.clone()).collect::<Vec<_>>(), weights);
+    let taught: Vec<u32> = of(4).iter().flat_map(|e| e.teacher.ids.clone()).collect();
+    assert_eq!(taught, [&long[..7], &long[8..15], &long[16..19]].concat());
+    assert_eq!(ids(5), [[1, 2]]);
+    assert_eq!(ids(6), [&long[..8], &long[8..15], &long[15..17]]);
+    assert_eq!((of(7).len(), d.stats.drops.empty_after_truncation), (0, 1));
+    assert_eq!((d.stats.divided, d.stats.truncated, d.stats.rows_read, d.stats.examples), (5, 0, 7, 14));
+    let told = d.warnings(64).unwrap().join("\n");
+    assert!(told.contains("1 row in which pieces of data.max_length tokens"), "{told}");
+    let shown = {
+        let mut out = Vec::new();
+        crate::rows::show::rows(&d, None, 0, (8, OverLength::Split), false, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    };
+    assert!(shown.contains("examples     14, 5 documents divided at data.max_length"), "{shown}");
+    assert!(!shown.contains("tokens lost"), "{shown}");
+}
+
+/// A text has its first tokens in its first piece, and its end in its last one.
+#[test]
+fn pieces_of_a_text_have_one_end() {
+    let text = "one two three four five six seven eight nine ten ".repeat(20);
+    let files = Files::new(&[("a.jsonl", &json!({"text": text}).to_string())]);
+    let load = |cfg| files.load(&[source("a.jsonl", Format::Text)], &cfg).map(|d| all(&d)).unwrap();
+    let whole = &load(data(4096))[0];
+    let pieces = load(ft_recipe::Data { over_length: OverLength::Split, ..data(30) });
+    assert!(pieces.len() > 5 && pieces.iter().rev().skip(2).all(|e| e.ids.len() == 30));
+    let joined = |of: fn(&Example) -> Vec<i32>| pieces.iter().flat_map(of).collect::<Vec<_>>();
+    assert_eq!(
+        joined(|e| e.ids.iter().map(|i| *i as i32).collect()),
+        whole.ids.iter().map(|i| *i as i32).collect::<Vec<_>>()
+    );
+    assert_eq!(joined(|e| e.labels.clone()), whole.labels);
+}
+
+/// All pieces of a document are trained on, or all are held out.
+#[test]
+fn pieces_of_a_document_are_held_out_together() {
+    let row = |n: usize| json!({"input_ids": vec![n; 3 + n * 5 % 40]}).to_string() + "\n";
+    let files = Files::new(&[("a.jsonl", &(0..20).map(row).collect::<String>())]);
+    let s = [source("a.jsonl", Format::Tokens)];
+    for cache in [true, false] {
+        let over_length = OverLength::Split;
+        let cfg = ft_recipe::Data { eval_share: 0.25, over_length, cache, ..of(&s, &data(8)) };
+        let both = Dataset::load_both(&cfg, &|s| files.0.path().join(s), None, 64, 3).unwrap();
+        let documents =
+            |d: &Dataset| all(d).iter().map(|e| e.line).collect::<std::collections::BTreeSet<_>>();
+        let (train, eval) = (documents(&both.0), documents(both.1.as_ref().unwrap()));
+        assert_eq!((train.len(), eval.len(), train.union(&eval).count()), (15, 5, 20));
+        let divided = |lines: &std::collections::BTreeSet<usize>| {
+            lines.iter().filter(|line| 3 + (*line - 1) * 5 % 40 > 8).count()
+        };
+        assert_eq!([both.0.stats.divided, both.1.unwrap().stats.divided], [divided(&train), divided(&eval)]);
+    }
+}
+
 #[test]
 fn sources_are_mixed_by_weight_and_read_in_order() {
     let line = |n: usize| format!("{{\"input_ids\": [{n}, {n}]}}\n");
@@ -723,7 +808,7 @@ fn evaluation_rows_without_weight_are_refused() {
 
 /// The last token of a prompt may become one with the completion's, which leaves the end-of-sequence token.
 #[test]
-fn long_pairs_of_one_token_are_too_long_not_unsupervised() {
+fn long_pairs_of_one_token_are_too_long_not_labels() {
     let row = |words: usize| {
         let prompt = "word ".repeat(words);
         format!("{{\"prompt\": \"{prompt}\", \"chosen\": \"a\", \"rejected\": \"b\"}}\n")

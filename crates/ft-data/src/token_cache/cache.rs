@@ -30,7 +30,7 @@ use std::time::SystemTime;
 
 /// Version of the tokens and of the cache format; raised by any change of either. A test compares the tokens
 /// of a corpus with a digest.
-pub(crate) const VERSION: u32 = 11;
+pub(crate) const VERSION: u32 = 12;
 /// Versions of the libraries that make tokens, as in `Cargo.lock`.
 pub(crate) const TOKENIZERS: &str = "0.23.2";
 pub(crate) const MINIJINJA: &str = "3.0.5";
@@ -335,10 +335,11 @@ mod tests {
     #[test]
     fn the_least_recently_used_entry_is_removed_whole() {
         let dir = tempfile::tempdir().unwrap();
+        let now = SystemTime::now();
         let write = |name: &str, age: u64| {
             let path = dir.path().join(name);
             std::fs::write(&path, [0; 10]).unwrap();
-            let then = SystemTime::now() - std::time::Duration::from_secs(age);
+            let then = now - std::time::Duration::from_secs(age);
             File::options().write(true).open(path).unwrap().set_modified(then).unwrap();
         };
         for (name, age) in [("a", 30), ("b", 20), ("c", 10), ("d", 99)] {

@@ -182,13 +182,13 @@ impl<'a> SourcePass<'a> {
                 self.found.rows_read += 1;
                 match result {
                     Ok(made) => {
-                        self.found.truncated += usize::from(made.cut);
+                        *self.found.cut_by(encoder.data.over_length) += usize::from(made.cut);
                         self.found.whole.add(made.whole, 1);
                         made.teacher.into_iter().for_each(|by| self.found.add_teacher(by));
                         if !made.notes.is_empty() {
                             self.found.notes.add(&at(place), made.notes);
                         }
-                        self.writer.push(&made.sample);
+                        made.samples.iter().for_each(|sample| self.writer.push(sample));
                     }
                     Err(problem) => self.left_out(at(place), problem)?,
                 }
@@ -282,7 +282,7 @@ fn encode_row(row: &RawRow, encoder: &Encoder<'_>, classes: Option<&[String]>) -
     }
     let made = encoder.encode(value, row.line).map(|made| {
         let cut = made.cut;
-        made.map(|e| SerializedSample::of(&e).cut(cut))
+        made.map(|i, e| SerializedSample::of(&e).marked(cut && i == 0, i > 0))
     });
     let made = made.map_err(|problem| match problem {
         Problem::Bad(message) if message.starts_with(MISSING) => {

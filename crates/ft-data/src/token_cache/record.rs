@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub(crate) targets: u32,
     /// Tokens of the chosen document of a pair.
     pub(crate) chosen: u32,
-    /// Flags: [`WEIGHTS`], [`SCORED`], [`CUT`], the content, and [`KEPT`].
+    /// Flags: [`WEIGHTS`], [`SCORED`], [`CUT`], [`CONTINUED`], the content, and [`KEPT`].
     pub(crate) flags: u32,
     /// Sum of the weights of the targets.
     pub(crate) weight: f64,
@@ -40,8 +40,10 @@ const UNDESIRABLE: u32 = 4;
 const DESIRABLE: u32 = 8;
 /// Flag: scored documents.
 const SCORED: u32 = 16;
-/// Flag: cut to `data.max_length`.
+/// Flag: cut to `data.max_length`, or the first piece of a divided document.
 const CUT: u32 = 32;
+/// Flag: a further piece of the document of the sample before it.
+const CONTINUED: u32 = 64;
 
 /// Values of a teacher for each target, in the flags from this bit on; they follow the weights.
 const KEPT: u32 = 16;
@@ -86,7 +88,7 @@ impl Entry {
     }
 
     pub fn content(self) -> Content {
-        match self.flags & ((1 << KEPT) - 1) & !(WEIGHTS | SCORED | CUT) {
+        match self.flags & ((1 << KEPT) - 1) & !(WEIGHTS | SCORED | CUT | CONTINUED) {
             PAIR => Content::Pair(self.chosen as usize),
             UNDESIRABLE => Content::Rated(false),
             DESIRABLE => Content::Rated(true),
@@ -109,6 +111,10 @@ impl Entry {
 
     pub fn is_cut(self) -> bool {
         self.flags & CUT != 0
+    }
+
+    pub fn is_continued(self) -> bool {
+        self.flags & CONTINUED != 0
     }
 
     pub fn tokens(self) -> usize {
@@ -138,7 +144,7 @@ pub struct Item {
     pub weighted: bool,
     /// Values of a teacher for each target; 0 without.
     pub kept: u32,
-    /// Whether it is cut to `data.max_length`.
+    /// Whether it is cut to `data.max_length`, or the first piece of a divided document.
     pub cut: bool,
 }
 
@@ -193,9 +199,9 @@ impl SerializedSample {
         Self { tokens, record }
     }
 
-    /// The sample, marked if it is `cut` to `data.max_length`.
-    pub fn cut(mut self, cut: bool) -> Self {
-        self.record.entry.flags |= if cut { CUT } else { 0 };
+    /// The sample, marked if it is `cut` to `data.max_length`, or a further piece of a document.
+    pub fn marked(mut self, cut: bool, continued: bool) -> Self {
+        self.record.entry.flags |= if cut { CUT } else { 0 } | if continued { CONTINUED } else { 0 };
         self
     }
 }

@@ -396,11 +396,25 @@ impl Samples {
     ) -> Result<(Self, Self), Error> {
         let (mut kept, mut taken) = (Self::default(), Self::default());
         for (source, part) in self.parts.into_iter().enumerate() {
-            let out = out(source, part.len());
-            let (mut lists, mut window) = ((scratch.list(), scratch.list()), Window::default());
+            let (mut numbers, mut records) = (Window::default(), Window::default());
+            let mut sample = |i: usize| {
+                let number = part.number(&mut numbers, i)?;
+                let entry = records.read::<ENTRY>(&part.store.records, (number * RECORD) as u64)?;
+                Ok::<_, Error>((number, Entry::of(&entry).is_continued()))
+            };
+            let mut documents = 0;
             for i in 0..part.len() {
-                let list = if out(i) { &mut lists.1 } else { &mut lists.0 };
-                list.push(saturating_u32(part.number(&mut window, i)?))?;
+                documents += usize::from(!sample(i)?.1);
+            }
+            let out = out(source, documents);
+            let (mut lists, mut begun, mut is_out) = ((scratch.list(), scratch.list()), 0, false);
+            for i in 0..part.len() {
+                let (number, continued) = sample(i)?;
+                if !continued {
+                    (is_out, begun) = (out(begun), begun + 1);
+                }
+                let list = if is_out { &mut lists.1 } else { &mut lists.0 };
+                list.push(saturating_u32(number))?;
             }
             kept.push(part.store.clone(), Some(lists.0.finish()?));
             taken.push(part.store, Some(lists.1.finish()?));

@@ -15,7 +15,7 @@ const SHOWN: usize = 5;
 pub struct Stats {
     /// Rows read.
     pub rows_read: usize,
-    /// Rows that became samples.
+    /// Samples: one for each used row, or several of a divided document.
     pub examples: usize,
     /// Dropped rows.
     pub drops: Drops,
@@ -23,6 +23,8 @@ pub struct Stats {
     pub reported: bool,
     /// Samples cut to `max_length`.
     pub truncated: usize,
+    /// Documents divided into samples of `max_length`.
+    pub divided: usize,
     /// Sample lengths in tokens, before truncation or dropping by length.
     pub whole: Counts,
     /// Tokens of an epoch.
@@ -52,7 +54,7 @@ pub struct Drops {
     pub bad: usize,
     /// No targets (`on_bad_row = "skip"`).
     pub empty_mask: usize,
-    /// No targets left by `over_length = "truncate"`.
+    /// No targets left by `over_length = "truncate"` or `"split"`.
     pub empty_after_truncation: usize,
     /// Longer than `max_length` (`over_length = "drop"`).
     pub too_long: usize,
@@ -145,14 +147,18 @@ impl Counts {
         Lengths { min, median: rank(50), p95: rank(95), max: self.longest() }
     }
 
-    /// Tokens and samples affected by a length limit. `Drop` counts all tokens of a longer sample, other
-    /// settings only the tokens beyond the limit.
+    /// Tokens and samples affected by a length limit. `Drop` counts all tokens of a longer sample, `Split` none, other
+    /// settings the tokens beyond the limit.
     pub fn over(&self, max: usize, over: OverLength) -> (usize, usize) {
-        let kept = if over == OverLength::Drop { 0 } else { max };
+        let lost = |n: usize| match over {
+            OverLength::Drop => n,
+            OverLength::Split => 0,
+            OverLength::Truncate | OverLength::Error => n - max,
+        };
         let longer = self.0.iter().map(|(n, samples)| (*n as usize, *samples as usize));
         longer
             .filter(|(n, _)| *n > max)
-            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + (n - kept) * samples, all + samples))
+            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + lost(n) * samples, all + samples))
     }
 }
 
@@ -162,6 +168,7 @@ pub(crate) struct SourceStats {
     pub rows_read: usize,
     pub drops: Drops,
     pub truncated: usize,
+    pub divided: usize,
     pub whole: Counts,
     /// The first few dropped rows, with reason.
     pub left_out: Vec<(Location, String)>,
@@ -185,9 +192,14 @@ impl SourceStats {
         }
     }
 
-    /// Samples truncated or dropped by `max_length`. If 0, a larger limit changes nothing.
+    /// Documents truncated, divided or dropped by `max_length`. If 0, a larger limit changes nothing.
     pub fn cut(&self) -> usize {
-        self.truncated + self.drops.too_long + self.drops.empty_after_truncation
+        self.truncated + self.divided + self.drops.too_long + self.drops.empty_after_truncation
+    }
+
+    /// The count of documents longer than `max_length` that are used.
+    pub fn cut_by(&mut self, over: OverLength) -> &mut usize {
+        if over == OverLength::Split { &mut self.divided } else { &mut self.truncated }
     }
 
     /// All recorded places, for updating file names.
@@ -201,6 +213,7 @@ impl Stats {
     pub(crate) fn add(&mut self, found: &SourceStats) {
         self.rows_read += found.rows_read;
         self.truncated += found.truncated;
+        self.divided += found.divided;
         let (d, more) = (&mut self.drops, &found.drops);
         d.bad += more.bad;
         d.empty_mask += more.empty_mask;

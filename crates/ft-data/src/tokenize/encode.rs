@@ -15,9 +15,10 @@ use crate::shape::{
 use ft_recipe::{Mask, OverLength, ScoreTargets};
 use std::ops::Range;
 
-/// An encoded row, with the sample as `S`.
+/// An encoded row, with samples as `S`.
 pub(crate) struct EncodedRow<S = Example> {
-    pub sample: S,
+    /// One sample, or the pieces of a divided document.
+    pub samples: Vec<S>,
     /// Number of tokens before truncation, of the longest document.
     pub whole: usize,
     pub cut: bool,
@@ -27,10 +28,11 @@ pub(crate) struct EncodedRow<S = Example> {
 }
 
 impl EncodedRow {
-    /// The row with its sample as `f` makes it.
-    pub fn map<S>(self, f: impl FnOnce(Example) -> S) -> EncodedRow<S> {
-        let Self { sample, whole, cut, notes, teacher } = self;
-        EncodedRow { sample: f(sample), whole, cut, notes, teacher }
+    /// The row with samples as `f` makes them, by their number in the row.
+    pub fn map<S>(self, f: impl Fn(usize, Example) -> S) -> EncodedRow<S> {
+        let Self { samples, whole, cut, notes, teacher } = self;
+        let samples = samples.into_iter().enumerate().map(|(i, e)| f(i, e)).collect();
+        EncodedRow { samples, whole, cut, notes, teacher }
     }
 }
 
@@ -93,7 +95,7 @@ impl Encoder<'_> {
             Sample::Labeled(sample, _) => (document(tokens(*sample)?)?, None, Content::Document),
             sample => (document(tokens(sample)?)?, None, Content::Document),
         };
-        let mut cut = first.total > first.ids.len();
+        let mut cut = first.total > self.data.max_length;
         let mut whole = first.total;
         if let Content::Rated(desirable) = content {
             notes.push(Note::Rated(desirable));
@@ -102,20 +104,36 @@ impl Encoder<'_> {
             if ids == first.ids {
                 notes.push(Note::Equal);
             }
-            cut |= total > ids.len();
+            cut |= total > self.data.max_length;
             whole = whole.max(total);
             first.ids.extend(ids);
             first.labels.extend(labels);
         }
         let Tokens { ids, labels, weights, teacher, .. } = first;
         let (source, scored, none) = (self.source, class.is_some(), Teacher::default());
-        let mut example = Example { ids, labels, weights, teacher: none, content, scored, source, line };
+        let example = Example { ids, labels, weights, teacher: none, content, scored, source, line };
+        let mut pieces = vec![(0, example)];
+        if cut && self.data.over_length == OverLength::Split {
+            pieces = divided(&pieces[0].1, self.data.max_length);
+            let all = pieces.len();
+            pieces.retain(|(_, piece)| piece.targets() > 0);
+            if pieces.is_empty() {
+                return Err(Problem::EmptyAfterTruncation { tokens: whole, max: self.data.max_length });
+            }
+            if pieces.len() < all {
+                notes.push(Note::Untrained);
+            }
+        }
         let mut by = None;
         if let Some(of) = teacher {
-            example.teacher = Teacher::at(&of.values, example.queries().collect()).map_err(Problem::Bad)?;
+            for (from, piece) in &mut pieces {
+                let queries = piece.queries().map(|query| query + *from).collect();
+                piece.teacher = Teacher::at(&of.values, queries).map_err(Problem::Bad)?;
+            }
             by = of.by;
         }
-        Ok(EncodedRow { sample: example, whole, cut, notes, teacher: by })
+        let samples = pieces.into_iter().map(|(_, piece)| piece).collect();
+        Ok(EncodedRow { samples, whole, cut, notes, teacher: by })
     }
 
     /// Cuts a document to `max_length`, and gives it the weight of its row. `class` belongs to documents of a score
@@ -153,6 +171,7 @@ impl Encoder<'_> {
                     out.labels.truncate(max);
                     out.weights.truncate(max);
                 }
+                OverLength::Split => {}
             }
             if !targets(&out.labels) {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
@@ -246,8 +265,8 @@ impl Encoder<'_> {
         Ok(out)
     }
 
-    /// Appends the tokens of a text, supervised inside `spans`. Stops one token beyond `max_length`; later
-    /// tokens are only counted.
+    /// Appends the tokens of a text, supervised inside `spans`. Unless documents are divided, stops one token beyond
+    /// `max_length`; later tokens are only counted.
     fn encoded(
         &self,
         tokenizer: &Tokenizer,
@@ -256,7 +275,10 @@ impl Encoder<'_> {
         notes: &mut Vec<Note>,
         out: &mut Tokens,
     ) -> Result<Encoded, Problem> {
-        let keep = self.data.max_length.saturating_add(1).saturating_sub(out.ids.len());
+        let keep = match self.data.over_length {
+            OverLength::Split => usize::MAX,
+            _ => self.data.max_length.saturating_add(1).saturating_sub(out.ids.len()),
+        };
         let encoded = tokenizer.encode_first(text, keep, spans).map_err(problem)?;
         if markers::cuts(&encoded, spans) {
             notes.push(Note::Edge);
@@ -344,6 +366,25 @@ impl Tokens {
             self.weights.clear();
         }
     }
+}
+
+/// Consecutive pieces of a document, of at most `max` tokens, each with the index of its first token.
+fn divided(e: &Example, max: usize) -> Vec<(usize, Example)> {
+    let n = e.ids.len();
+    let mut starts: Vec<usize> = (0..n).step_by(max).collect();
+    // a last token alone would have none before it to predict it
+    if let Some(last) = starts.last_mut().filter(|last| **last + 1 == n && max > 2) {
+        *last -= 1;
+    }
+    let piece = |(from, to): (usize, usize)| {
+        let range = from..to;
+        let (ids, labels) = (e.ids[range.clone()].to_vec(), e.labels[range.clone()].to_vec());
+        let weights = e.weights.get(range).unwrap_or_default().to_vec();
+        let &Example { content, scored, source, line, .. } = e;
+        (from, Example { ids, labels, weights, teacher: Teacher::default(), content, scored, source, line })
+    };
+    let ends = starts.iter().skip(1).copied().chain([n]);
+    starts.iter().copied().zip(ends).map(piece).collect()
 }
 
 /// Converts an id to a label. Ids beyond `i32` are refused later by the vocabulary check.

@@ -18,7 +18,7 @@ use ft_engine::model::modules::Group;
 use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_hub::Settings;
 use ft_kernels::Machine;
-use ft_recipe::{Comm, Decomposition, Launch, Quantize, Recipe, Rendezvous, Weights};
+use ft_recipe::{Comm, Decomposition, Interval, Launch, Quantize, Recipe, Rendezvous, Weights};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -364,13 +364,9 @@ fn copies(r: &Recipe, s: &Selection, t: &TrainedPart<'_>) -> u64 {
 
 /// Most checkpoints of a run of `steps`, if known. Each evaluation may have the best one.
 fn saves(r: &Recipe, steps: Option<u64>) -> Option<u64> {
-    let best = if r.run.keep_best { r.run.eval_every } else { 0 };
-    // steps before the last one with a checkpoint
-    let before = |every: usize| match every as u64 {
-        0 => Some(0),
-        every => steps.map(|n| n.saturating_sub(1) / every),
-    };
-    Some(1 + before(r.run.save_every)? + before(best)?)
+    let best = if r.run.keep_best { r.run.eval_every } else { Interval::Steps(0) };
+    let before = |every: Interval| every.most_before_end(r.run.length(), steps);
+    Some(1 + before(r.run.save_every)?.saturating_add(before(best)?))
 }
 
 /// Recipe keys to change to shrink a host component.

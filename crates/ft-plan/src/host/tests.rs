@@ -55,6 +55,11 @@ fn kept_checkpoints_and_the_one_being_written_are_counted() -> anyhow::Result<()
         (&["run.steps=100", "run.save_every=10"], 3),
         (&["run.steps=100", "run.save_every=10", "run.keep=5"], 6),
         (&["run.save_every=10", "run.keep=5"], 6),
+        (&["run.steps=100", "run.save_every=50%"], 2),
+        (&["run.steps=100", "run.save_every=10%", "run.keep=5"], 6),
+        (&["run.save_every=epoch"], 1),
+        (&["run.save_every=epoch/2"], 2),
+        (&["run.save_every=epoch/2", "run.epochs=3"], 3),
         // the newest two, the best one, and the one that is written
         (&["run.steps=100", "run.eval_every=10", "run.keep_best=true", "data.eval_share=0.1"], 4),
         (&["run.eval_every=10", "run.keep_best=true", "data.eval_share=0.1"], 4),

@@ -230,6 +230,7 @@ fn shorter(r: &Recipe) -> Kind {
     let cost = match r.data.over_length {
         OverLength::Truncate => "longer samples are cut",
         OverLength::Drop => "longer samples are left out",
+        OverLength::Split => "longer samples are divided",
         OverLength::Error => return Vec::new(),
     };
     let length = r.data.max_length;

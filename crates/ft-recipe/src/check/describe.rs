@@ -1,6 +1,6 @@
 //! Descriptions of accepted and found values, for messages.
 
-use crate::keys::{INDEX, Kind, OneDevice, Recompute};
+use crate::keys::{INDEX, Interval, Kind, OneDevice, Recompute};
 use crate::syntax::{Value, quote};
 
 /// Describes the values accepted by `kind`.
@@ -10,6 +10,7 @@ pub(crate) fn expected(kind: Kind) -> String {
         Kind::Int(from, to) if from == to => format!("{from}"),
         Kind::Int(from, to) => format!("a whole number from {from} to {to}"),
         Kind::IntOrAuto(from, to) => format!("a whole number from {from} to {to}, or \"auto\""),
+        Kind::Every(from, to) => format!("a number of steps from {from} to {to}, {}", Interval::SPELT),
         Kind::Number(bound) => bound.words().to_string(),
         Kind::Bool => "true or false".into(),
         Kind::Text => "a string that is not empty".into(),

@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(hint("lora_target_linear", ""), "write modules = [\"attention\", \"mlp\"] in [[train]]");
         assert_eq!(
             hint("evals_per_epoch", "run"),
-            "here it is run.eval_every: eval_every = the steps of an epoch (ft check counts them) / evals_per_epoch"
+            "here it is run.eval_every: evals_per_epoch = 4 is \"epoch/4\""
         );
         let value = |path, theirs| Foreign::value(path, theirs).map(Foreign::value_hint);
         assert_eq!(

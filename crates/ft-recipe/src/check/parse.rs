@@ -4,17 +4,26 @@ use super::describe::found;
 use super::foreign::Foreign;
 use super::suggestions::words_hint;
 use super::values::{self, Rejection, rejection};
-use crate::keys::{Bound, Checked, INDEX, Kind, OneDevice, Recompute};
+use crate::keys::{Bound, Checked, INDEX, Interval, Kind, OneDevice, Recompute};
 use crate::syntax::{Node, Value, parse_value, quote};
 
 /// Parses a value with at most one problem.
 pub(super) fn parse(kind: Kind, value: &Value, path: &str) -> Result<Checked, Rejection> {
+    let of_another_kind =
+        || Rejection { message: None, hints: other_kind(kind, value, path).into_iter().collect() };
     match (kind, value) {
         (Kind::Int(from, to) | Kind::IntOrAuto(from, to), Value::Int(i)) => {
             let i = u64::try_from(*i).ok().filter(|i| (from..=to).contains(i));
             i.map(Checked::Int).ok_or_else(Rejection::default)
         }
         (Kind::IntOrAuto(..), Value::Text(s)) if s == "auto" => Ok(Checked::Auto),
+        (Kind::Every(from, to), Value::Int(i)) => {
+            let steps = usize::try_from(*i).ok().filter(|i| (from..=to).contains(&(*i as u64)));
+            steps.map(|n| Checked::Interval(Interval::Steps(n))).ok_or_else(Rejection::default)
+        }
+        (Kind::Every(..), Value::Text(s)) => {
+            Interval::from_text(s).map(Checked::Interval).ok_or_else(of_another_kind)
+        }
         (Kind::Number(bound), Value::Int(_) | Value::Float(_)) => {
             let x = number(value).filter(|x| bound.holds(*x)).ok_or_else(Rejection::default)?;
             in_single(path, x).map(Checked::Number)
@@ -43,7 +52,7 @@ pub(super) fn parse(kind: Kind, value: &Value, path: &str) -> Result<Checked, Re
             let n = usize::try_from(*i).ok().filter(|n| *n as u64 <= INDEX);
             n.map(|n| Checked::Recompute(Recompute::Layers(n))).ok_or_else(Rejection::default)
         }
-        _ => Err(Rejection { message: None, hints: other_kind(kind, value, path).into_iter().collect() }),
+        _ => Err(of_another_kind()),
     }
 }
 
@@ -106,9 +115,15 @@ fn other_kind(kind: Kind, value: &Value, path: &str) -> Option<String> {
         (Kind::Texts | Kind::Modules | Kind::Tokens | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
             Some(format!("write [{}]", quote(s)))
         }
-        (Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Number(_) | Kind::Bool, Value::Text(s)) => {
+        (
+            Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Every(..) | Kind::Number(_) | Kind::Bool,
+            Value::Text(s),
+        ) => {
             let bare = parse_value(s).is_some_and(|n| !matches!(n.value, Value::Text(_)));
             bare.then(|| format!("without quotes: {s}"))
+        }
+        (Kind::Every(..), Value::Float(x)) if *x > 0.0 && *x < 1.0 => {
+            Some(format!("a share of all steps is a string: {}", quote(&Interval::percent_text(*x))))
         }
         (_, Value::Bool(b)) => Foreign::value(path, &b.to_string()).map(Foreign::value_hint),
         _ => None,

@@ -2,8 +2,8 @@
 
 use super::context::Cross;
 use crate::keys::{
-    Dtype, Form, Format, Kind, Lora, Method, Offload, Products, Quantize, Recipe, Recompute, Rule, Schedule,
-    Task, Unset, Weights, find_key, first_entries,
+    Dtype, Form, Format, Kind, Lora, Method, Offload, OverLength, Products, Quantize, Recipe, Recompute,
+    Rule, Schedule, Task, Unset, Weights, find_key, first_entries,
 };
 use crate::syntax::{Table, parse_value};
 use std::collections::BTreeSet;
@@ -145,6 +145,9 @@ const ROWS: &[Row] = rows! {
     tell ["data.eval.0.config", "data.eval.0.revision"]
         if |c| c.facts.resolved && c.r.data.eval.get(c.index).is_some_and(|s| s.fetched.is_empty()),
         of ["data"]: " does nothing: the rows are not of the hub", OUT;
+    refuse ["data.over_length"] if |c| c.r.data.over_length == OverLength::Split && c.r.task.has_objective(),
+        of ["task"]: " = \"split\" divides documents, and this task reads each as a whole",
+        "\"truncate\", \"drop\" or \"error\"";
     refuse ["preference.loss", "preference.beta"] if |c| !c.r.task.prefers(), of ["task"]: TASK, OUT;
     refuse ["preference.label_smoothing"]
         if |c| !c.r.task.prefers() || !c.r.preference.loss(c.r.task).smooths(),
@@ -163,7 +166,7 @@ const ROWS: &[Row] = rows! {
         "add [[data.eval]], data.eval_share = 0.1 or log.samples, or leave it out";
     refuse ["generate.samples"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
     tell ["run.eval_at_start"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
-    refuse ["run.keep_best", "run.patience"] if |c| !(c.evaluates() && c.r.run.eval_every > 0),
+    refuse ["run.keep_best", "run.patience"] if |c| !(c.evaluates() && c.r.run.eval_every.recurs()),
         of ["data.eval", "data.eval_share", "run.eval_every"]: " does nothing: the run does not evaluate on its way",
         "set run.eval_every, with [[data.eval]] or data.eval_share";
     refuse ["run.best"] if |c| !c.r.run.keep_best && c.r.run.patience == 0, of ["run.keep_best", "run.patience"]:

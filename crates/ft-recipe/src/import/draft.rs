@@ -134,7 +134,7 @@ pub(super) fn number_text(x: f64) -> String {
 pub(super) fn fitting(path: &str, value: &Value) -> Result<String, String> {
     let wrong = |what: &str| Err(format!("{path} takes {what}"));
     match find_key(path).map(|k| k.kind) {
-        Some(Kind::Int(..) | Kind::IntOrAuto(..)) => match number(value) {
+        Some(Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Every(..)) => match number(value) {
             Some(x) if x.fract() == 0.0 && x >= 0.0 => Ok(number_text(x)),
             _ => wrong("a whole number"),
         },

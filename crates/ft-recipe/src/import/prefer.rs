@@ -93,7 +93,8 @@ fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return needless("off");
     }
     if ctx.task == Task::Sft && ctx.word("stage") == "pt" {
-        return converted("format = \"text\" of each source");
+        let split = ctx.set("data.over_length", quote("split"), e);
+        return converted(format!("format = \"text\" of each source, {split}"));
     }
     if ctx.task == Task::Sft {
         return needless("task = \"sft\" is next-token training");

@@ -3,7 +3,7 @@
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
-use crate::keys::{Kind, Task, find_key};
+use crate::keys::{Interval, Kind, Task, find_key};
 use crate::syntax::quote;
 use serde_json::Value;
 
@@ -90,15 +90,7 @@ fn every(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return needless(format!("the strategy is {strategy:?}"));
     }
     match number(&e.value) {
-        Some(x) if x > 0.0 && x < 1.0 => match ctx.number(&["max_steps"]).filter(|n| *n >= 1.0) {
-            Some(all) => {
-                let set = ctx.set(key, number_text((all * x).ceil()), e);
-                converted(format!("{set}: {x} x {all} steps"))
-            }
-            None => {
-                refused(format!("{key} counts steps, and {x} is a share of all: ft check tells their number"))
-            }
-        },
+        Some(x) if x > 0.0 && x < 1.0 => converted(ctx.set(key, quote(&Interval::percent_text(x)), e)),
         _ => ctx.take(key, e),
     }
 }
@@ -117,9 +109,10 @@ fn strategy(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             let steps = ctx.number(&["logging_steps"]).filter(|n| *n >= 1.0).unwrap_or(logged);
             converted(ctx.set(key, number_text(steps), e) + ": logging_steps, without eval_steps")
         }
-        ("steps", None) => needless(format!("{key} counts steps")),
+        ("steps", None) => needless("so it is here too"),
         ("no" | "false" | "", _) => needless(format!("{key} is 0: once, at the end")),
-        (other, _) => refused(format!("{other}: {key} counts steps, and ft check tells the steps of a run")),
+        ("epoch", _) => converted(ctx.set(key, quote("epoch"), e)),
+        (other, _) => refused(format!("{other}: {key} takes steps, {}", Interval::SPELT)),
     }
 }
 
@@ -133,7 +126,11 @@ fn per_epoch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return needless("so it is here too");
     }
     let key = if e.path.starts_with("save") { "run.save_every" } else { "run.eval_every" };
-    refused(format!("{key} counts steps: the steps of an epoch, as ft check tells them, over {}", e.value))
+    match number(&e.value) {
+        Some(1.0) => converted(ctx.set(key, quote("epoch"), e)),
+        Some(n) if n.fract() == 0.0 => converted(ctx.set(key, quote(&format!("epoch/{n}")), e)),
+        _ => refused(format!("a whole number is wanted: {key}")),
+    }
 }
 
 /// `save_total_limit`: without it every checkpoint is kept there.

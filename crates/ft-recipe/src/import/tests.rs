@@ -2,7 +2,10 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{Dtype, Form, Format, Mask, Offload, OptimizerName, PreferenceLoss, Reference, find_key};
+use crate::keys::{
+    Dtype, Form, Format, Interval, Mask, Offload, OptimizerName, OverLength, PreferenceLoss, Reference,
+    find_key,
+};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
@@ -183,7 +186,7 @@ fn checkpoints_have_defaults() {
         (AXOLOTL.to_string(), 0, 4),
     ] {
         let run = recipe(&text).run;
-        assert_eq!((run.save_every, run.keep), (every, keep), "{text}");
+        assert_eq!((run.save_every, run.keep), (Interval::Steps(every), keep), "{text}");
     }
     let told = |text: &str, key: &str| default_of(&of(text), key).is_some();
     assert!(told(FACTORY, "save_steps") && told(FACTORY, "save_total_limit"));
@@ -219,8 +222,8 @@ fn splits_of_the_hub_have_defaults() {
     }
     let imported = of(&format!("{trl} o/a --eval_strategy steps --logging_steps 25"));
     assert_eq!(default_of(&imported, "dataset_test_split"), Some("data.eval: split = \"test\""));
-    assert_eq!(parsed(&imported).run.eval_every, 25, "{}", listing(&imported));
-    assert_eq!(recipe(&format!("{trl} o/a --eval_strategy steps")).run.eval_every, 10);
+    assert_eq!(parsed(&imported).run.eval_every, Interval::Steps(25), "{}", listing(&imported));
+    assert_eq!(recipe(&format!("{trl} o/a --eval_strategy steps")).run.eval_every, Interval::Steps(10));
 }
 
 /// `optim` says which moments LLaMA-Factory's GaLore has.
@@ -1008,10 +1011,45 @@ fn values_that_lose_something_are_not_supported() {
     assert!(default_of(&of(&format!("{trl}load_in_4bit: true\n")), "use_bnb_nested_quant").is_some());
     let sharded = of(&format!("{axolotl}fsdp_version: 2\nfsdp_config: {{reshard_after_forward: true}}\n"));
     assert!(listing(&sharded).contains("parallel.zero = 3"), "{}", listing(&sharded));
-    let imported = of(&format!("{axolotl}evals_per_epoch: 2\nearly_stopping_patience: 3\n"));
-    let line = imported.lines.iter().find(|l| l.key == "early_stopping_patience").expect("a line");
-    assert_eq!(line.fate, Fate::NotSupported);
-    assert!(line.text.ends_with("write run.eval_every"), "{}", line.text);
+}
+
+/// Toolkits that divide long texts.
+#[test]
+fn long_texts_are_divided_where_the_toolkit_does() {
+    let over = |text: &str| recipe(text).data.over_length;
+    let raw = format!("{FACTORY}stage: pt\n");
+    let pretraining = AXOLOTL.replace("datasets:", "pretraining_dataset:");
+    let split = TUNE.replace("source: d", "source: d, split_across_pack: True");
+    for text in [&raw, &pretraining, &split] {
+        assert_eq!(over(text), OverLength::Split, "{text}");
+    }
+    assert_eq!(over(&format!("{pretraining}excess_length_strategy: drop\n")), OverLength::Drop);
+    assert_ne!(over(TUNE), OverLength::Split);
+}
+
+/// Intervals by epochs and by shares of the steps.
+#[test]
+fn intervals_are_steps_shares_or_parts_of_an_epoch() {
+    let eval = "val_set_size: 0.1\n";
+    let factory = format!("{FACTORY}val_size: 0.1\n");
+    let (epoch, share) = (Interval::Epoch, Interval::Percent);
+    for (text, save, evaluate) in [
+        (format!("{AXOLOTL}{eval}saves_per_epoch: 1\nevals_per_epoch: 4\n"), epoch(1), epoch(4)),
+        (format!("{AXOLOTL}{eval}save_steps: 0.25\neval_steps: 0.07\n"), share(25.0), share(7.0)),
+        (format!("{AXOLOTL}{eval}save_strategy: epoch\neval_strategy: epoch\n"), epoch(1), epoch(1)),
+        (format!("{AXOLOTL}{eval}num_epochs: 2\nevals_per_epoch: 0\n"), epoch(1), Interval::Steps(0)),
+        (format!("{factory}save_strategy: epoch\neval_strategy: epoch\nsave_steps: 9\n"), epoch(1), epoch(1)),
+        (format!("{TUNE}epochs: 2\n"), epoch(1), Interval::Steps(0)),
+    ] {
+        let run = recipe(&text).run;
+        assert_eq!((run.save_every, run.eval_every), (save, evaluate), "{text}");
+    }
+    let patient = recipe(&format!("{AXOLOTL}{eval}evals_per_epoch: 2\nearly_stopping_patience: 3\n"));
+    assert_eq!(patient.run.patience, 3);
+    let imported = of(&format!("{AXOLOTL}{eval}evals_per_epoch: 0.5\nearly_stopping_patience: 3\n"));
+    let line = |key: &str| imported.lines.iter().find(|l| l.key == key).expect("a line");
+    assert_eq!(line("evals_per_epoch").fate, Fate::NotSupported);
+    assert!(line("early_stopping_patience").text.ends_with("write run.eval_every"), "{}", listing(&imported));
 }
 
 /// axolotl's template is a file, or its text, which a recipe has in a file.

@@ -283,9 +283,14 @@ fn new_tokens(_: &mut Context<'_>, e: &Entry) -> Outcome {
 
 fn over_length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let word = text(&e.value).unwrap_or_default();
-    let ours = if word == "raise" { "error" } else { word.as_str() };
+    let of_text = ctx.entries.list.iter().any(|e| e.path.starts_with("pretraining_dataset"));
+    let ours = match word.as_str() {
+        "raise" => "error",
+        _ if e.line == 0 && of_text => "split",
+        word => word,
+    };
     match ours {
-        "drop" | "truncate" | "error" => converted(ctx.set("data.over_length", quote(ours), e)),
+        "drop" | "truncate" | "error" | "split" => converted(ctx.set("data.over_length", quote(ours), e)),
         _ => needless("not set"),
     }
 }

@@ -1,5 +1,6 @@
 //! Checked values, by table.
 
+use super::interval::Interval;
 use super::sets::{IndexSet, LayerSet, Recompute, Token};
 use std::collections::BTreeMap;
 
@@ -18,6 +19,7 @@ pub(crate) enum Checked {
     Counts(Vec<usize>),
     Pair([f64; 2]),
     Recompute(Recompute),
+    Interval(Interval),
     Tokens(Vec<Token>),
     /// `"auto"`, for a numeric key.
     Auto,

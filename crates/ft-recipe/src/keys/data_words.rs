@@ -174,6 +174,8 @@ words! {
         Truncate = "truncate",
         /// Leave it out.
         Drop = "drop",
+        /// Divide it into samples of `max_length` tokens, and a rest.
+        Split = "split",
         /// Stop.
         Error = "error",
     }

@@ -31,6 +31,8 @@ pub enum Kind {
     Int(u64, u64),
     /// Like `Int`, or `"auto"`.
     IntOrAuto(u64, u64),
+    /// A number of steps in an inclusive range, or a string of [`Interval`](super::Interval).
+    Every(u64, u64),
     /// A finite number in a range.
     Number(Bound),
     /// `true` or `false`.

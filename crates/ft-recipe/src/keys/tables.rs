@@ -4,14 +4,15 @@
 use super::checked::{Checked, Section};
 use super::data_words::*;
 use super::field::{Field, Formatted, Json, Keys};
+use super::interval::Interval;
 use super::kind::{Bound, INDEX, Key, Kind, Unset};
 use super::macros::{doc, table};
 use super::sets::*;
 use super::words::*;
 use crate::syntax::Diagnostic;
 use Kind::{
-    Anything, Betas, Bool, Bytes, Counts, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number,
-    Strings, Table, Tables, Text, Texts, Tokens, Word, Words,
+    Anything, Betas, Bool, Bytes, Counts, Devices, Every, Experts, Int, IntOrAuto, Layers, Modules, Name,
+    Number, Strings, Table, Tables, Text, Texts, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use ft_base::error::Location;
@@ -316,10 +317,10 @@ table! {
         micro_rows: MicroRows = IntOrAuto(1, MICRO_ROWS), Toml("1");
         /// Largest global gradient norm; 0 is off.
         clip: f64 = Number(Bound::NotNegative), Toml("1.0");
-        /// Steps between evaluations; 0 = at the end only.
-        eval_every: usize = Int(0, COUNT), Toml("0");
-        /// Steps between checkpoints; 0 = at the end only.
-        save_every: usize = Int(0, COUNT), Toml("0");
+        /// Interval of evaluations, in steps or as a part of the run; 0 = at the end only.
+        eval_every: Interval = Every(0, COUNT), Toml("0");
+        /// Interval of checkpoints, in steps or as a part of the run; 0 = at the end only.
+        save_every: Interval = Every(0, COUNT), Toml("0");
         /// Whether to evaluate before the first step too.
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.

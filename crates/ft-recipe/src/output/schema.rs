@@ -1,7 +1,7 @@
 //! The JSON schema of recipes, for completion, documentation and checks in editors.
 
 use crate::check::values::plain_json;
-use crate::keys::{Bound, GROUPS, INDEX, Key, Kind, Recipe, Recompute, SMALLEST_BARE, Unset};
+use crate::keys::{Bound, GROUPS, INDEX, Interval, Key, Kind, Recipe, Recompute, SMALLEST_BARE, Unset};
 use crate::syntax::parse_value;
 use serde_json::{Map, Value, json};
 
@@ -61,6 +61,10 @@ fn kind(kind: Kind) -> Value {
         Kind::IntOrAuto(from, to) => {
             json!({ "oneOf": [{ "type": "integer", "minimum": from, "maximum": to }, { "const": "auto" }] })
         }
+        Kind::Every(from, to) => json!({ "oneOf": [
+            { "type": "integer", "minimum": from, "maximum": to },
+            { "type": "string", "pattern": Interval::PATTERN },
+        ] }),
         Kind::Number(Bound::Positive) => json!({ "type": "number", "exclusiveMinimum": 0 }),
         Kind::Number(Bound::NotNegative) => json!({ "type": "number", "minimum": 0 }),
         Kind::Number(Bound::Share) => json!({ "type": "number", "minimum": 0, "maximum": 1 }),

@@ -24,7 +24,14 @@ fn overrides() -> impl Strategy<Value = Vec<String>> {
             "train.0.dora=true",
         ]),
         one(&["lora.init=a/b", "lora.alpha=7.25", "lora.rslora=true", "lora.dropout=0.05"]),
-        one(&["run.steps=12", "run.epochs=0.5", "run.epochs=3", "run.clip=0"]),
+        one(&[
+            "run.steps=12",
+            "run.epochs=0.5",
+            "run.epochs=3",
+            "run.clip=0",
+            "run.save_every=epoch/4",
+            "run.save_every=2.5%",
+        ]),
         one(&[
             "optimizer.warmup_steps=5",
             "optimizer.warmup_ratio=0.03",

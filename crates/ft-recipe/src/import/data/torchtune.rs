@@ -49,6 +49,10 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
                 None => refused(format!("{builder}: name the rows and their format in data.train")),
             },
             "packed" => packed(ctx, at, value, evaluates),
+            "split_across_pack" if truth(value) == Some(true) => {
+                ctx.draft.set("data.over_length", quote("split"), at, false);
+                converted("data.over_length = \"split\": longer documents are divided, others stay whole")
+            }
             "source" if !files.is_empty() => needless("the kind of files: their names tell it"),
             key => of_key(&mut source, key, value, &files),
         };
@@ -108,9 +112,6 @@ fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Ou
         | "column_map.system" => source.field(key.trim_start_matches("column_map."), value),
         "add_eos" if truth(value) == Some(false) => refused("documents end with the end-of-text token"),
         "add_eos" => needless("documents end with the end-of-text token"),
-        "split_across_pack" if truth(value) == Some(true) => {
-            refused("documents stay whole: longer ones go by data.over_length")
-        }
         _ if is_off(value) => needless("off"),
         "new_system_prompt" => refused("write system messages into the rows"),
         _ => refused("no such key of a source: ft schema lists them"),
