@@ -27,8 +27,11 @@ pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
     Adapter::open(&ft_hub::fetch_adapter(source, "main", true)?)
 }
 
+/// Option of verbs that take another base than the one named in the adapter's config.
+pub const BASE_OPTION: &str = "--base MODEL";
+
 /// The base named on the command line, or the one named in the adapter's config; of the adapter of a `run`, in the
-/// folder that the run took it from.
+/// folder that the run took it from. `way` is how the verb names another base, for hints.
 ///
 /// # Errors
 /// A missing base.
@@ -36,6 +39,7 @@ pub fn base_of(
     adapter: &Adapter,
     run: Option<&Path>,
     named: Option<&str>,
+    way: &str,
     want: Want,
 ) -> ft_base::Result<ModelDir> {
     let fail = |why| adapters::Error::Peft { file: adapter.config.file.clone(), why };
@@ -46,13 +50,13 @@ pub fn base_of(
             (of_run.unwrap_or_else(|| base.to_string()), revision)
         }
         (None, None) => {
-            return Err(fail("base_model_name_or_path: names no base\n  hint: --base MODEL".into()).into());
+            return Err(fail(format!("base_model_name_or_path: names no base\n  hint: {way}")).into());
         }
     };
     let model = fetch_model(&source, revision.unwrap_or("main"), want);
     model.map_err(|e| match (named, e) {
         (None, e @ ft_hub::Error::Missing { .. }) => fail(format!(
-            "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
+            "base_model_name_or_path: {e}\n  hint: {way}, or run it where that path leads to it"
         ))
         .into(),
         (_, e) => ft_base::Error::from(e),
@@ -65,7 +69,7 @@ pub fn warn_of_change(run: Option<&Path>, base: &ModelDir) {
     if let Some(run) = run.filter(changed) {
         warn(&format!(
             "{}: the base has changed since the training: {} was trained on other weights\n  \
-             hint: put them back, or name the base of the training as --base MODEL",
+             hint: put them back, or name the base of the training as {BASE_OPTION}",
             base.source,
             run.display()
         ));

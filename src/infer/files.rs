@@ -79,7 +79,8 @@ impl ModelFiles {
             }
             (Err(ft_hub::Error::IsAdapter { .. }), None) => {
                 let adapter = open_adapter(name)?;
-                (base_of(&adapter, source.run.as_deref(), None, Want::Weights)?, Some(adapter))
+                let way = format!("BASE --adapter {}", source.shown);
+                (base_of(&adapter, source.run.as_deref(), None, &way, Want::Weights)?, Some(adapter))
             }
             (model, named) => (model?, named),
         };

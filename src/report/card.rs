@@ -5,6 +5,8 @@ use super::render::render;
 use ft_base::store;
 use ft_base::terminal::escape;
 use ft_data::{Drops, holds_rows};
+use ft_engine::files::TensorFiles;
+use ft_engine::model::family;
 use ft_hub::{Settings, Want};
 use ft_recipe::{Data, Init, Recipe, Reference};
 use minijinja::context;
@@ -34,13 +36,27 @@ pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Res
     let sources = recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());
     // JSON strings are valid YAML and Python: values of the card's head and code are quoted, those of its text are not.
     let quoted = |s: &str| json!(s).to_string();
-    let id = quoted(repository);
-    let load = if adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
+    let files = TensorFiles::open_file(&folder.join("adapter_model.safetensors")).ok();
+    let names: Vec<&str> = files.iter().flat_map(TensorFiles::names).collect();
+    let model_type = metrics.as_ref().and_then(|m| m.start["model"]["family"].as_str()).unwrap_or_default();
+    let needs = needs(&names, model_type, config["use_dora"].as_bool() == Some(true) || outputs.is_some());
+    let (id, first) = match needs {
+        Needs::Nothing => (quoted(repository), None),
+        Needs::Fusing => {
+            (quoted("fused"), Some(format!("ft export {repository} --to peft-fused --out fused")))
+        }
+        Needs::Merging => (quoted("merged"), Some(format!("ft merge {repository} --out merged"))),
+    };
+    let peft = adapter && needs != Needs::Merging;
+    let load = if peft { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
     let shown = recipe.as_ref().map(|r| given_keys(r, metrics.as_ref()));
     let trained = json_of(folder, "ft.json");
     let view = context! {
         adapter,
         outputs,
+        peft,
+        first,
+        nested => peft && names.iter().any(|name| name.contains(".language_model.")),
         base_yaml => base.as_deref().map(quoted),
         license => license.as_deref().map(quoted),
         datasets => sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect::<Vec<_>>(),
@@ -60,6 +76,38 @@ pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Res
         id,
     };
     Ok(render("card.md", view, false)?)
+}
+
+/// What PEFT needs to compute the same as `ft`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Needs {
+    Nothing,
+    /// All experts of a layer in one tensor.
+    Fusing,
+    Merging,
+}
+
+/// What an adapter with these tensors needs with transformers 5, whose mixtures hold all experts of a layer in one
+/// tensor; `unfusable` if `ft export` would refuse it.
+fn needs(names: &[&str], model_type: &str, unfusable: bool) -> Needs {
+    let is_lora = |name: &str| name.contains(".lora_");
+    let is_expert = |name: &str| {
+        name.split_once(".experts.").is_some_and(|(_, rest)| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    // PEFT takes LoRA on any gate_proj, up_proj or down_proj of these families for LoRA on experts.
+    let by_expert = family::find(model_type).and_then(|f| f.experts).is_some_and(|x| !x.fused);
+    let is_mistaken = |name: &str| by_expert && name.contains(".mlp.") && name.contains("_proj.");
+    // transformers 5 has another name for Mixtral's mixtures.
+    let is_lost = |name: &str| is_expert(name) || name.contains(".block_sparse_moe.");
+    let in_full = names.iter().any(|name| !is_lora(name) && is_lost(name));
+    let by_lora = names.iter().any(|name| is_lora(name) && (is_expert(name) || is_mistaken(name)));
+    if in_full || (by_lora && unfusable) {
+        Needs::Merging
+    } else if by_lora {
+        Needs::Fusing
+    } else {
+        Needs::Nothing
+    }
 }
 
 /// File name of the card.
@@ -207,6 +255,54 @@ fn license(base: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::{DType, Device, Tensor};
+    use ft_engine::files::write_file;
+
+    /// Class and commands by what PEFT 0.21 loads right with transformers 5.
+    #[test]
+    fn the_code_of_a_card_loads_the_trained_model() -> anyhow::Result<()> {
+        const AS_IS: &str = "PeftModel.from_pretrained(model, \"me/it\")";
+        const FUSED: &str = "ft export me/it --to peft-fused --out fused";
+        const MERGED: &str = "ft merge me/it --out merged";
+        for (tensor, family, dora, code) in [
+            ("layers.0.self_attn.q_proj.lora_A", "qwen3_moe", true, AS_IS),
+            ("layers.0.mlp.up_proj.lora_A", "qwen3", false, AS_IS),
+            ("layers.0.mlp.up_proj.lora_A", "qwen3_moe", false, FUSED),
+            ("layers.0.mlp.gate.lora_A", "qwen3_moe", false, AS_IS),
+            ("layers.0.mlp.gate", "qwen3_moe", false, AS_IS),
+            ("layers.0.mlp.experts.1.up_proj.lora_A", "qwen3_moe", false, FUSED),
+            ("layers.0.mlp.experts.1.up_proj.lora_A", "", false, FUSED),
+            ("layers.0.mlp.experts.1.up_proj.lora_A", "qwen3_moe", true, MERGED),
+            ("layers.0.mlp.experts.1.up_proj", "qwen3_moe", false, MERGED),
+            ("layers.0.mlp.experts.lora_A", "qwen3_moe", false, AS_IS),
+            ("layers.0.mlp.shared_expert.up_proj.lora_A", "qwen3_next", false, FUSED),
+            ("layers.0.mlp.shared_expert_gate.lora_A", "qwen3_next", false, AS_IS),
+            ("layers.0.block_sparse_moe.gate.lora_A", "mixtral", false, AS_IS),
+            ("layers.0.block_sparse_moe.gate", "mixtral", false, MERGED),
+            ("language_model.layers.0.mlp.shared_expert.up_proj.lora_A", "qwen3_5_moe_text", false, AS_IS),
+        ] {
+            let dir = tempfile::tempdir()?;
+            let write = |name: &str, text: Value| std::fs::write(dir.path().join(name), text.to_string());
+            write("adapter_config.json", json!({ "use_dora": dora }))?;
+            write("metrics.jsonl", json!({"event": "start", "model": {"family": family}}))?;
+            let values = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+            let tensors = [(format!("base_model.model.model.{tensor}.weight"), values)];
+            write_file(&dir.path().join("adapter_model.safetensors"), &tensors, &[])?;
+            let card = card(dir.path(), Some(dir.path()), "me/it")?;
+            for text in [AS_IS, FUSED, MERGED] {
+                assert_eq!(card.contains(text), text == code, "{tensor} of {family}: {card}");
+            }
+            let class = if tensor.starts_with("language_model") { "ImageTextToText" } else { "CausalLM" };
+            let loaded = match code {
+                MERGED => format!("AutoModelFor{class}.from_pretrained(\"merged\")"),
+                _ => format!("AutoModelFor{class}.from_pretrained(\"BASE\")"),
+            };
+            assert!(card.contains(&loaded), "{tensor} of {family}: {card}");
+            assert_eq!(card.contains("PeftModel.from_pretrained(model, \"fused\")"), code == FUSED, "{card}");
+            assert_eq!(card.contains("PeftModel"), code != MERGED, "{tensor} of {family}: {card}");
+        }
+        Ok(())
+    }
 
     #[test]
     fn the_recipe_of_a_card_has_no_paths() -> anyhow::Result<()> {

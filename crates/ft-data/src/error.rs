@@ -167,7 +167,7 @@ pub enum Problem {
     /// Longer than `data.max_length` (`over_length` is `"error"`, or `"drop"`).
     #[error(
         "{tokens} tokens are more than data.max_length = {max}{}",
-        if *dropped { "" } else { "; raise it, or set data.over_length to \"truncate\" or \"drop\"" }
+        if *dropped { "" } else { "; raise it, or set data.over_length to \"truncate\", \"drop\" or \"split\"" }
     )]
     TooLong {
         /// Length in tokens.

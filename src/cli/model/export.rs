@@ -2,7 +2,7 @@
 
 use super::gguf;
 use crate::cli::console::print;
-use crate::infer::base::{base_of, open_adapter, quantized, refuse_scores, warn_of_change};
+use crate::infer::base::{BASE_OPTION, base_of, open_adapter, quantized, refuse_scores, warn_of_change};
 use crate::infer::{Source, usage, words};
 use crate::train::{self, compare, logits_apart};
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let source = Source::find(&args.adapter)?;
     let adapter = open_adapter(&source.name)?;
     let run = source.run.as_deref();
-    let model = base_of(&adapter, run, args.base.as_deref(), Want::Weights)?;
+    let model = base_of(&adapter, run, args.base.as_deref(), BASE_OPTION, Want::Weights)?;
     if args.base.is_none() {
         warn_of_change(run, &model);
     }

@@ -1,7 +1,7 @@
 //! `ft export --to gguf`: a model or an adapter for llama.cpp.
 
 use crate::cli::console::print;
-use crate::infer::base::{base_of, fetch_model, refuse_scores};
+use crate::infer::base::{BASE_OPTION, base_of, fetch_model, refuse_scores};
 use crate::infer::{Source, usage};
 use crate::train::job;
 use candle_core::{DType, Device};
@@ -36,7 +36,7 @@ pub(super) fn run(
             if pre.is_some() {
                 return Err(usage("--pre: an adapter's file has no tokenizer"));
             }
-            let model = base_of(&adapter, source.run.as_deref(), base, Want::Config)?;
+            let model = base_of(&adapter, source.run.as_deref(), base, BASE_OPTION, Want::Config)?;
             let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
             refuse_scores(&config)?;
             let selection = adapter.selection(&config)?;

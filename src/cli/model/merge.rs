@@ -2,7 +2,7 @@
 
 use super::original::{original, same_folder};
 use crate::cli::console::print;
-use crate::infer::base::{base_of, open_adapter, warn_of_change};
+use crate::infer::base::{BASE_OPTION, base_of, open_adapter, warn_of_change};
 use crate::infer::{Source, usage, words};
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let source = Source::find(&args.adapter)?;
     let adapter = open_adapter(&source.name)?;
     let run = source.run.as_deref();
-    let model = base_of(&adapter, run, args.base.as_deref(), Want::Weights)?;
+    let model = base_of(&adapter, run, args.base.as_deref(), BASE_OPTION, Want::Weights)?;
     if args.base.is_none() {
         warn_of_change(run, &model);
     }

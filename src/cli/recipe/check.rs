@@ -149,14 +149,19 @@ impl Check<'_> {
         found
     }
 
-    /// Plans what was found, since a plan refuses settings too. Whether it fits is a matter of `ft plan`.
+    /// Plans what was found, since a plan refuses settings too. Whether it fits this machine is a matter of `ft plan`;
+    /// a budget of the recipe that is too small gives a warning.
     fn plan(&self, found: &Found, cuda: bool, device: Option<&candle_core::Device>) -> ft_base::Result<()> {
         let (Some(config), Some(selection)) = (&found.config, &found.selection) else { return Ok(()) };
         device.map_or(Ok(()), |device| job::check_products(self.recipe, device))?;
         let target = device.map_or_else(|| Target::from(cuda), Target::of);
         let (dir, workloads) = (found.model.as_ref().map(|m| &*m.dir), Workloads::new(Workload::of_recipe));
         let inputs = Resolved::inputs(self.recipe, (config, selection), (target, dir), &workloads, None)?;
-        Plan::new(&inputs).map(drop)
+        let plan = Plan::new(&inputs)?;
+        if self.recipe.memory.budget.is_some() && !plan.fits_device() {
+            warn(&format!("memory.budget: {}", plan.verdict()));
+        }
+        Ok(())
     }
 
     /// Checks devices and the output folder; whether the run is on CUDA, and its device if one is here.
@@ -189,7 +194,8 @@ impl Check<'_> {
             && let Some(why) = not_writable(there)
         {
             let place = recipe.place("run.output");
-            self.errors.push(usage(format!("{place}: {} {why}\n  hint: another name", there.display())));
+            let there = there.display();
+            self.errors.push(usage(format!("{place}: {there} {why}\n  hint: another run.output")));
         }
         (cuda, device)
     }
@@ -246,8 +252,9 @@ impl Check<'_> {
             self.keep(rows::tell_data(Part::Train.key(&data), train, config));
             if !bad {
                 rows::tell_few(recipe, train);
-                found.steps = self.keep(rows::batches(recipe, train)).map(|b| b.steps());
-                rows::tell_unsaved(&recipe.run, found.steps.unwrap_or(0));
+                let batches = self.keep(rows::batches(recipe, train));
+                batches.iter().for_each(|b| rows::tell_unsaved(&recipe.run, b));
+                found.steps = batches.map(|b| b.steps());
             }
         }
         // held-out samples are part of the training data: told already
@@ -267,6 +274,7 @@ impl Check<'_> {
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
             self.keep(adapter.check_values());
+            self.keep(job::tell_init_quantize(recipe, config, adapter));
         }
         if recipe.model.weights == Weights::Random {
             return;

@@ -33,13 +33,26 @@ pub(super) struct ServerState {
 }
 
 impl ServerState {
+    fn running(&self) -> impl Iterator<Item = &ReplicaStatus> {
+        self.replicas.iter().filter(|r| !r.is_stopped())
+    }
+
+    /// Newest step among the replicas, if serving a run.
+    pub fn step(&self) -> Option<u64> {
+        self.running().filter_map(ReplicaStatus::step).max()
+    }
+
+    /// The step in a name of the form `NAME:step-100`, if serving a run.
+    pub fn step_in(&self, name: &str) -> Option<u64> {
+        let step = name.strip_prefix(self.name.as_str())?.strip_prefix(":step-")?;
+        self.step().and_then(|_| step.parse().ok())
+    }
+
     /// The model object of the API.
     pub fn describe(&self) -> Value {
         let mut model =
             json!({"id": self.name, "object": "model", "created": self.created, "owned_by": "ft"});
-        let running = || self.replicas.iter().filter(|r| !r.is_stopped());
-        // the newest step among the replicas
-        if let Some(step) = running().filter_map(ReplicaStatus::step).max() {
+        if let Some(step) = self.step() {
             model["step"] = json!(step);
         }
         if self.replicas.len() > 1 {
@@ -47,7 +60,7 @@ impl ServerState {
                 Some(step) => json!({"device": r.device, "step": step}),
                 None => json!({"device": r.device}),
             };
-            model["copies"] = running().map(describe).collect();
+            model["copies"] = self.running().map(describe).collect();
         }
         model
     }

@@ -6,8 +6,7 @@ use crate::cli::console::print;
 use crate::cli::quickstart;
 use crate::infer::{Source, recipe_of, usage};
 use crate::log;
-use crate::train::{self, Job, reference_model};
-use ft_base::terminal::warn;
+use crate::train::{self, Job, job, reference_model};
 use ft_engine::walk::{Execution, visit::NoHooks};
 use ft_hub::Want;
 use ft_recipe::{Init, Recipe, Weights};
@@ -45,10 +44,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let Some(data) = job.eval_data()? else { return Ok(()) };
     job.check_rows(None, Some(&data))?;
     job.check()?;
-    let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
-    if let Some(there) = there.filter(|t| *t != here && !job.config.is_bitsandbytes()) {
-        let (here, there) = (here.word(), there.word());
-        warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
+    if let Some(adapter) = &job.adapter {
+        job::tell_quantize(&job.recipe, &job.config, adapter.quantize()?);
     }
     let (decoder, params) = job.load(false)?;
     let execution =

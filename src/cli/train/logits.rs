@@ -16,6 +16,9 @@ use std::slice;
 pub struct Args {
     /// The teacher: a folder (of a model, of an adapter, of a run or of a checkpoint), or a hub id
     model: String,
+    /// A PEFT adapter over it, unmerged: a folder, or a hub id
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
     #[command(flatten)]
     recipe: RecipeArgs,
     /// Output folder: new or empty
@@ -34,14 +37,14 @@ pub struct Args {
 /// Errors in recipe, rows or teacher; a teacher with another tokenizer than the recipe's model; an existing folder.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let job = Job::open(args.recipe.load()?, Want::Tokenizer, true)?;
-    let files = ModelFiles::open(&args.model, None)?;
+    let files = ModelFiles::open(&args.model, args.adapter.as_deref())?;
     let tokenizer = files.tokenizer(None)?;
     let (decoders, _) = files.load(args.load, slice::from_ref(&job.device))?;
     // removes a converted checkpoint, which an end by Ctrl-C would leave
     drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
-    let teacher =
-        TeacherModel { name: &args.model, decoder, tokenizer: tokenizer.as_ref(), device: &job.device };
+    let name = args.adapter.as_ref().unwrap_or(&args.model);
+    let teacher = TeacherModel { name, decoder, tokenizer: tokenizer.as_ref(), device: &job.device };
     let of = write_teacher(&job, &teacher, args.top_k, &args.out)?;
     tell(&format!(
         "{} rows with {} values at each of {} targets, {}; [data] of a recipe with task = \"distill\":",

@@ -5,12 +5,14 @@
 
 use crate::infer::usage;
 use crate::train::check_ranks;
-use crate::train::signals::Signals;
+use crate::train::signals::{self, Signals};
 use ft_base::ExitCode;
 use ft_base::terminal::{tell, warn};
+use ft_engine::ranks::{KEY_VARIABLE, random_key};
 use ft_kernels::cuda;
 use ft_recipe::{Device, Launch, Recipe, Refused, Start};
 use rustix::process::{Pid, Signal, getpid, kill_process};
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -40,17 +42,22 @@ pub fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
     Ok(Some(start))
 }
 
-/// Ends this process, as by SIGTERM, after any end of the launching one: the pipe on stdin then closes.
-pub(super) fn follow_parent() {
+/// Takes the signals of the launching process, a byte each on stdin. Ends this process, as by SIGTERM, after any end of
+/// the launching one: the pipe then closes.
+///
+/// # Errors
+/// The system refuses a thread.
+pub(super) fn follow_parent() -> ft_base::Result<()> {
     if std::env::var_os(PARENT).is_none() {
-        return;
+        return Ok(());
     }
     let watch = || {
-        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        std::io::stdin().lock().bytes().map_while(Result::ok).for_each(|signal| signals::pass(signal.into()));
         let _ = kill_process(getpid(), Signal::TERM);
     };
-    // Without the thread, the process goes on alone.
-    let _ = std::thread::Builder::new().name("parent".into()).spawn(watch);
+    let watching = std::thread::Builder::new().name("parent".into()).spawn(watch);
+    watching.map_err(|e| usage(format!("parallel.local: a process cannot follow its launcher: {e}")))?;
+    Ok(())
 }
 
 enum Event {
@@ -72,11 +79,17 @@ pub(super) fn start(start: &Start) -> ft_base::Result<u8> {
         signals.forever().take_while(|s| to.send(Event::Signal(*s)).is_ok()).for_each(drop);
     });
     told.map_err(fail)?;
-    let mut processes =
-        Processes { first: start.first, running: Vec::new(), ended: Vec::new(), pipes: Vec::new() };
+    let mut processes = Processes {
+        first: start.first,
+        running: Vec::new(),
+        ended: Vec::new(),
+        pipes: Vec::new(),
+        passed: None,
+        killed: false,
+    };
     let started = processes.spawn(start, &sender);
     if started.is_err() {
-        processes.signal(Signal::KILL);
+        processes.kill();
     }
     // the threads that wait keep senders
     drop(sender);
@@ -100,8 +113,12 @@ struct Processes {
     first: usize,
     running: Vec<(usize, Pid)>,
     ended: Vec<(usize, ExitStatus)>,
-    /// Pipes that close with this process.
+    /// Pipes for signals, which close with this process.
     pipes: Vec<ChildStdin>,
+    /// The last signal passed on.
+    passed: Option<i32>,
+    /// Whether this process has killed those still running.
+    killed: bool,
 }
 
 impl Processes {
@@ -111,6 +128,10 @@ impl Processes {
             Some(rendezvous) => rendezvous.clone(),
             None => (Launch::LOOPBACK.into(), free_port()?),
         };
+        // on one machine, the ranks need no file for their key
+        let has_key = std::env::var_os(KEY_VARIABLE).is_some_and(|key| !key.is_empty());
+        let key = (start.local == start.world && !has_key).then(random_key).transpose();
+        let key = key.map_err(std::io::Error::other)?;
         for number in 0..start.local {
             let mut command = Command::new(&program);
             command.args(std::env::args_os().skip(1)).stdin(Stdio::piped()).process_group(0);
@@ -123,6 +144,7 @@ impl Processes {
                 (PARENT, std::process::id() as usize),
             ];
             command.envs(numbers.map(|(name, n)| (name, n.to_string()))).env("MASTER_ADDR", &host);
+            command.envs(key.iter().map(|key| (KEY_VARIABLE, key)));
             self.follow(number, command.spawn()?, to.clone())?;
         }
         Ok(())
@@ -146,10 +168,19 @@ impl Processes {
         Ok(())
     }
 
-    fn signal(&self, signal: Signal) {
+    fn pass(&mut self, signal: i32) {
+        self.passed = Some(signal);
+        let byte = u8::try_from(signal).unwrap_or_default();
+        for pipe in &mut self.pipes {
+            // one that has ended hears nothing
+            let _ = pipe.write_all(&[byte]);
+        }
+    }
+
+    fn kill(&mut self) {
+        self.killed = true;
         for (_, pid) in &self.running {
-            // one that has just ended hears nothing
-            let _ = kill_process(*pid, signal);
+            let _ = kill_process(*pid, Signal::KILL);
         }
     }
 
@@ -159,14 +190,12 @@ impl Processes {
             let left =
                 end.map_or(Duration::MAX, |end: Instant| end.saturating_duration_since(Instant::now()));
             match events.recv_timeout(left) {
-                Ok(Event::Signal(signal)) => {
-                    Signal::from_named_raw(signal).into_iter().for_each(|s| self.signal(s))
-                }
+                Ok(Event::Signal(signal)) => self.pass(signal),
                 Ok(Event::Ended(number, status)) => {
                     self.running.retain(|(n, _)| *n != number);
                     self.ended.push((number, status));
                     if !status.success() {
-                        self.tell(number, status, start);
+                        self.loss(number, status, start.world).iter().for_each(|loss| tell(loss));
                         end.get_or_insert_with(|| Instant::now() + GRACE);
                     }
                 }
@@ -177,7 +206,7 @@ impl Processes {
                         "ranks {} go on after another has failed, and are ended",
                         ranks.join(", ")
                     ));
-                    self.signal(Signal::KILL);
+                    self.kill();
                     end = None;
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -186,26 +215,30 @@ impl Processes {
         self.code()
     }
 
-    /// Reports a process that a signal has ended; it could not do so itself.
-    fn tell(&self, number: usize, status: ExitStatus, start: &Start) {
-        let Some(signal) = status.signal() else { return };
-        let (rank, world) = (self.first + number, start.world);
+    /// Report of a process ended by a signal of another program; the process itself is silent.
+    fn loss(&self, number: usize, status: ExitStatus, world: usize) -> Option<String> {
+        let killed = self.killed.then_some(Signal::KILL.as_raw());
+        let signal = status.signal().filter(|s| self.passed != Some(*s) && killed != Some(*s))?;
+        let rank = self.first + number;
         let hint = match signal {
             9 => "\nhint: for want of memory the system ends a process so: its log says \"Out of memory\"",
             _ => "",
         };
-        tell(&format!("error: rank {rank} of {world}: its process was ended by signal {signal}{hint}"));
+        Some(format!("error: rank {rank} of {world}: its process was ended by signal {signal}{hint}"))
     }
 
-    /// The code of the lowest rank that reports an error; that of a lost rank if signals ended them.
+    /// The code of the lowest rank that reports an error; that of a lost rank if signals ended them. After a signal to
+    /// all, a rank may lose another that the signal has ended: the code is then that of the signal.
     fn code(&mut self) -> u8 {
         self.ended.sort_unstable_by_key(|(number, _)| *number);
-        let failed = || self.ended.iter().filter(|(_, status)| !status.success());
-        let told = failed().find_map(|(_, status)| status.code());
-        match (told, failed().next()) {
-            (Some(code), _) => ExitCode::of(u8::try_from(code).unwrap_or_default()) as u8,
-            (None, Some(_)) => ExitCode::LostRank as u8,
-            (None, None) => ExitCode::Done as u8,
+        let failed: Vec<_> = self.ended.iter().map(|(_, s)| *s).filter(|s| !s.success()).collect();
+        let by_passed = |s: ExitStatus| s.signal().filter(|n| self.passed == Some(*n)).map(|n| 128 + n);
+        let codes: Vec<i32> = failed.iter().filter_map(|s| s.code().or_else(|| by_passed(*s))).collect();
+        let after_signal = codes.iter().find(|c| self.passed.is_some() && **c != ExitCode::LostRank as i32);
+        match after_signal.or(codes.first()) {
+            Some(code) => ExitCode::of(u8::try_from(*code).unwrap_or_default()) as u8,
+            None if failed.is_empty() => ExitCode::Done as u8,
+            None => ExitCode::LostRank as u8,
         }
     }
 }
@@ -213,6 +246,35 @@ impl Processes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn processes(passed: Option<i32>, killed: bool, ends: &[i32]) -> Processes {
+        let ended = ends.iter().map(|raw| ExitStatus::from_raw(*raw)).enumerate().collect();
+        Processes { first: 0, running: Vec::new(), ended, pipes: Vec::new(), passed, killed }
+    }
+
+    #[test]
+    fn a_signal_of_this_process_is_no_loss() {
+        let told = |passed, killed, signal| {
+            processes(passed, killed, &[]).loss(1, ExitStatus::from_raw(signal), 2).is_some()
+        };
+        assert!(told(None, false, 9) && told(None, false, 15) && told(Some(15), false, 9));
+        assert!(told(None, true, 11), "of another one");
+        assert!(!told(None, true, 9) && !told(Some(15), false, 15));
+    }
+
+    #[test]
+    fn a_signal_to_all_has_its_code() {
+        let code = |passed, ends: &[i32]| processes(passed, false, ends).code();
+        let [full, lost, stopped] = [5 << 8, 7 << 8, 143 << 8];
+        assert_eq!(code(Some(15), &[15, 15]), 143);
+        assert_eq!(code(Some(15), &[lost, 15]), 143);
+        assert_eq!(code(Some(15), &[lost, stopped]), 143);
+        assert_eq!(code(Some(15), &[full, stopped]), 5, "a failure goes first");
+        assert_eq!(code(Some(15), &[lost, 9]), 7);
+        assert_eq!(code(None, &[15, 15]), 7);
+        assert_eq!(code(None, &[15, lost]), 7);
+        assert_eq!(code(Some(15), &[0, 0]), 0);
+    }
 
     #[test]
     fn the_port_of_rank_0_is_none_that_the_system_chooses() {

@@ -30,7 +30,7 @@ pub struct Args {
 
 /// Trains, and prints the folder of the result; or starts the processes that do. Returns the exit code.
 pub fn run(args: &Args) -> ft_base::Result<u8> {
-    processes::follow_parent();
+    processes::follow_parent()?;
     Launch::check().map_err(usage)?;
     let launch = Launch::of_env();
     if launch.as_ref().is_some_and(|l| l.rank > 0) {

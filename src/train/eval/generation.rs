@@ -83,7 +83,14 @@ fn questions<'a>(
     data: &'a Dataset,
     tokenizer: &'a Tokenizer,
 ) -> impl Iterator<Item = Result<(usize, (Vec<u32>, String)), ft_data::Error>> + 'a {
+    let mut reader = data.samples.reader();
     (0..data.samples.len()).filter_map(move |i| {
+        // a further piece of a document begins inside its text
+        match reader.item(i) {
+            Ok(item) if item.continued => return None,
+            Ok(_) => {}
+            Err(e) => return Some(Err(e)),
+        }
         let sample = data.samples.get(i).transpose()?;
         let found = sample.and_then(|sample| question(&sample, tokenizer)).transpose()?;
         Some(found.map(|found| (i, found)))

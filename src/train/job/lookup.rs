@@ -9,7 +9,7 @@ use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_hub::{ModelDir, Settings, Want};
 use ft_plan::resolve;
-use ft_recipe::{Facts, Recipe, Token, Weights};
+use ft_recipe::{Facts, Quantize, Recipe, Token, Weights};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -106,6 +106,25 @@ pub fn tokenizer_of<'a>(
 /// Opens the adapter named in `lora.init`, and downloads it if necessary.
 pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<Adapter>> {
     resolve::adapter_dir(settings, recipe, progress)?.map(|dir| Adapter::open(&dir)).transpose()
+}
+
+/// Warns if an adapter was trained with another `model.quantize` than the recipe's.
+pub fn tell_quantize(recipe: &Recipe, config: &Config, there: Quantize) {
+    let here = recipe.model.quantize;
+    // a 4-bit checkpoint is never quantized again
+    if here != there && !config.is_bitsandbytes() {
+        let (here, there) = (here.word(), there.word());
+        warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
+    }
+}
+
+/// As [`tell_quantize`], for an adapter to train further, if it was trained on NF4. Adapters of other programs do not
+/// record the quantization of their base.
+pub fn tell_init_quantize(recipe: &Recipe, config: &Config, adapter: &Adapter) -> ft_base::Result<()> {
+    if adapter.quantize()? == Quantize::Nf4 {
+        tell_quantize(recipe, config, Quantize::Nf4);
+    }
+    Ok(())
 }
 
 /// Selects the trained modules by the rules of the recipe, or, without rules, as in the adapter. Warns

@@ -15,6 +15,7 @@ pub use device::{device, dtype, one_device};
 pub use ft_plan::resolve::{check_model, of_task};
 pub use job::Job;
 pub use lookup::{
-    adapter, config, facts, model, samples, selection, token_rows, tokenizer, tokenizer_of, unread_variable,
+    adapter, config, facts, model, samples, selection, tell_init_quantize, tell_quantize, token_rows,
+    tokenizer, tokenizer_of, unread_variable,
 };
 pub use planning::check_products;

@@ -75,11 +75,12 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 const MANY: usize = 100;
 
 /// Warns about a run of many steps with its only checkpoint at the end.
-pub fn tell_unsaved(run: &Run, steps: usize) {
-    if !run.save_every.recurs() && !run.keep_best && steps > MANY {
+pub fn tell_unsaved(run: &Run, batches: &Batches) {
+    let steps = batches.steps();
+    if !batches.recurs(run.save_every) && !run.keep_best && steps > MANY {
         warn(&format!(
-            "run.save_every = 0: no checkpoint before the end of {steps} steps, so a killed run begins anew; to \
-             change: run.save_every={MANY}"
+            "no checkpoint before the end of {steps} steps, so a killed run begins anew; to change: \
+             run.save_every={MANY}"
         ));
     }
 }

@@ -238,8 +238,11 @@ fn check_inputs(
     let (data, eval) = job.data()?;
     job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
-    rows::tell_unsaved(&job.recipe.run, batches.steps());
+    rows::tell_unsaved(&job.recipe.run, &batches);
     job.check()?;
+    if let Some(adapter) = &job.adapter {
+        job::tell_init_quantize(&job.recipe, &job.config, adapter)?;
+    }
     job::samples(&job.recipe, job.tokenizer.as_deref())?;
     check_questions(&job.recipe, job.tokenizer.as_deref(), eval.as_ref())?;
     Ok(CheckedInputs { job, other, data, eval, batches, schedule, result, saved })

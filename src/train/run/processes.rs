@@ -14,7 +14,7 @@ use crate::train::ranks::{self, BEGUN, OPENED, RemoteRanks, RunInputs, StartMess
 use crate::train::{Error, auto_layout};
 use ft_base::memory;
 use ft_base::store::{self, RunLock};
-use ft_base::terminal::{self, tell};
+use ft_base::terminal::{self, plural, tell};
 use ft_data::Dataset;
 use ft_engine::ranks::{Comm, processes};
 use ft_hub::Want;
@@ -77,9 +77,13 @@ fn check_count(recipe: &Recipe, world: usize) -> Result<(), Error> {
         return Ok(());
     }
     let were = if world == 1 { "process was" } else { "processes were" };
+    let right = match ranks {
+        1 => "no launcher".to_string(),
+        _ => format!("as many processes as ranks (mpirun -n {ranks})"),
+    };
     let why = format!(
-        "the recipe has {ranks} ranks, and {world} {were} started\n  hint: as many processes as ranks \
-            (mpirun -n {ranks}), or {}",
+        "the recipe has {}, and {world} {were} started\n  hint: {right}, or {}",
+        plural(ranks as usize, "rank"),
         recipe.parallel.of_ranks(world)
     );
     Err(Error::at(recipe, "parallel", why))

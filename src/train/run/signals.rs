@@ -3,6 +3,9 @@
 //! During training, the first signal sets a flag, checked between micro-batches, and the second signal, SIGUSR1
 //! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
 //! ends the process.
+//!
+//! The process that started this one passes its own signals on by a pipe ([`pass`]). A signal to both of them, as of a
+//! control group, arrives twice and counts once: only a second signal of the same way ends the process.
 
 use crate::train::Error;
 use ft_base::error::ExitCode;
@@ -20,20 +23,22 @@ const SIGNALS: [(i32, &str, ExitCode); 4] = [
 /// Handlers are global to the process, so they are registered once.
 static HANDLERS: OnceLock<Handlers> = OnceLock::new();
 
-#[derive(Clone)]
+#[derive(Clone, Default)]
 struct Handlers {
     /// True if a signal ends the process at once. The first signal sets it for the second.
     at_once: Arc<AtomicBool>,
     /// Index in [`SIGNALS`] of the latest signal, plus 1; 0 for none.
     seen: Arc<AtomicUsize>,
+    /// True after a signal other than SIGUSR1 was passed on.
+    passed: Arc<AtomicBool>,
+    /// True after a signal that was passed on, or that another rank received first.
+    told: Arc<AtomicBool>,
 }
 
-/// Signal handling of a run. Dropping it restores immediate exit, unless another rank's signal stopped the run: this
-/// process then awaits the same signal, which must not cut its report short.
+/// Signal handling of a run. Dropping it restores immediate exit, unless another rank's signal, or one that was passed
+/// on, stopped the run: this process then awaits the same signal, which must not cut its report short.
 pub struct Signals {
     handlers: Handlers,
-    /// Whether another rank received a signal before this process.
-    is_told: AtomicBool,
 }
 
 impl Signals {
@@ -43,14 +48,16 @@ impl Signals {
         let handlers = match HANDLERS.get() {
             Some(there) => there.clone(),
             None => {
-                let new = Handlers { at_once: Arc::new(AtomicBool::new(true)), seen: Arc::default() };
+                let new = Handlers { at_once: Arc::new(AtomicBool::new(true)), ..Handlers::default() };
                 new.register().map_err(|e| Error::Usage(format!("signals cannot be caught: {e}")))?;
                 HANDLERS.get_or_init(|| new).clone()
             }
         };
         handlers.seen.store(0, Ordering::Relaxed);
+        handlers.passed.store(false, Ordering::Relaxed);
+        handlers.told.store(false, Ordering::Relaxed);
         handlers.at_once.store(true, Ordering::Relaxed);
-        Ok(Self { handlers, is_told: AtomicBool::new(false) })
+        Ok(Self { handlers })
     }
 
     /// Defers the first signal from here on, to be read by [`Signals::seen`].
@@ -83,30 +90,50 @@ impl Signals {
     pub fn hear(&self, asked: u64) {
         let place = usize::try_from(asked).unwrap_or_default();
         let heard = self.handlers.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
-        self.is_told.fetch_or(heard.is_ok(), Ordering::Relaxed);
+        self.handlers.told.fetch_or(heard.is_ok(), Ordering::Relaxed);
     }
 }
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        if !*self.is_told.get_mut() {
+        if !self.handlers.told.load(Ordering::Relaxed) {
             self.release();
         }
     }
 }
 
+/// Takes a signal that the process which started this one passes on. It acts like one that comes here directly, and
+/// both together act like one.
+pub fn pass(signal: i32) {
+    let Some((place, _, code)) = handled().find(|(_, number, _)| *number == signal) else { return };
+    // without handlers, nothing has begun
+    if HANDLERS.get().is_none_or(|handlers| handlers.pass(place, signal)) {
+        code.end_process();
+    }
+}
+
 impl Handlers {
+    /// Records a signal that was passed on. Returns true if it ends the process.
+    fn pass(&self, place: usize, signal: i32) -> bool {
+        let is_second = signal != signal_hook::consts::SIGUSR1 && self.passed.swap(true, Ordering::SeqCst);
+        // A handler sets `seen` first: with `at_once` of a direct signal, that signal is seen.
+        let at_once = self.at_once.load(Ordering::SeqCst) && self.seen.load(Ordering::SeqCst) == 0;
+        self.seen.store(place + 1, Ordering::SeqCst);
+        self.told.store(true, Ordering::SeqCst);
+        is_second || at_once
+    }
+
     fn register(&self) -> std::io::Result<()> {
         use signal_hook::flag;
         for (i, signal, code) in handled() {
-            // The order matters: the first signal sets the flag read by the second.
+            // The order matters: the first signal sets the flag read by the second, and `pass` reads them in reverse.
             flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
+            flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
             // A scheduler may send SIGUSR1 to processes that pass it on, and SIGTERM after it: it makes no other
             // signal the second.
             if signal != signal_hook::consts::SIGUSR1 {
                 flag::register(signal, Arc::clone(&self.at_once))?;
             }
-            flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
         }
         Ok(())
     }
@@ -132,9 +159,9 @@ mod tests {
 
     /// Handlers of this test alone, which no signal reaches.
     fn held() -> (Signals, Arc<AtomicBool>) {
-        let handlers = Handlers { at_once: Arc::default(), seen: Arc::default() };
+        let handlers = Handlers::default();
         let at_once = Arc::clone(&handlers.at_once);
-        (Signals { handlers, is_told: AtomicBool::new(false) }, at_once)
+        (Signals { handlers }, at_once)
     }
 
     /// The signal of all ranks may come to a rank after the others have told of it, and leaves it time to report.
@@ -151,5 +178,34 @@ mod tests {
         assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)), "its own came first");
         drop(signals);
         assert!(at_once.load(Ordering::Relaxed));
+    }
+
+    /// A signal that comes directly and is passed on, in either order, is one; each way has its own second.
+    #[test]
+    fn a_signal_of_both_ways_is_one() {
+        let term = signal_hook::consts::SIGTERM;
+        let direct = |handlers: &Handlers| {
+            let ends = handlers.at_once.load(Ordering::SeqCst);
+            handlers.seen.store(2, Ordering::SeqCst);
+            handlers.at_once.store(true, Ordering::SeqCst);
+            ends
+        };
+        for direct_first in [true, false] {
+            let (signals, _) = held();
+            let handlers = &signals.handlers;
+            let ends = match direct_first {
+                true => direct(handlers) || handlers.pass(1, term),
+                false => handlers.pass(1, term) || direct(handlers),
+            };
+            assert!(!ends, "{direct_first}");
+            assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)));
+            assert!(handlers.pass(1, term) && direct(handlers), "a second one");
+            assert!(handlers.told.load(Ordering::SeqCst));
+        }
+        let (signals, _) = held();
+        assert!(!signals.handlers.pass(3, signal_hook::consts::SIGUSR1) && !signals.handlers.pass(1, term));
+        let (signals, _) = held();
+        signals.release();
+        assert!(signals.handlers.pass(1, term), "nothing is unsaved");
     }
 }

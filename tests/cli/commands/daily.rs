@@ -539,11 +539,14 @@ fn ft_check_for_cuda_passes_without_a_card() {
 #[test]
 fn a_long_run_without_checkpoints_is_warned_of() {
     let w = World::tiny(LORA);
-    let said = "warning: run.save_every = 0: no checkpoint before the end of 101 steps";
+    let said = "warning: no checkpoint before the end of 101 steps";
     for (set, warns) in [
         (&["run.steps=101"][..], true),
         (&["run.steps=100"], false),
         (&["run.steps=101", "run.save_every=50"], false),
+        (&["run.steps=101", "run.save_every=101"], true),
+        (&["run.steps=101", "run.save_every=100"], false),
+        (&["run.steps=101", "run.batch_rows=2", "run.micro_rows=1", "run.save_every=epoch"], false),
         (&["run.steps=101", "run.eval_every=50", "run.keep_best=true"], false),
     ] {
         let r = w.ok(&[&["check", "r.toml"], set].concat());

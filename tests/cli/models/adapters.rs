@@ -79,6 +79,7 @@ fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
     }
 
     // The base of the adapter has moved.
+    w.ok(&["logits", "a/adapter", "r.toml", "--out", "taught"]);
     let config = w.text("a/adapter/adapter_config.json");
     let base = reference("qwen3-one-kv/model");
     w.write("a/adapter/adapter_config.json", config.replace(&base, "/gone"));
@@ -88,6 +89,17 @@ fn a_merged_model_keeps_the_dtype_and_needs_an_empty_folder() {
         "{}",
         r.err
     );
+    for args in [
+        &["chat", "a/adapter", "--prompt", "a"][..],
+        &["serve", "a/adapter", "--port", "0"],
+        &["logits", "a/adapter", "r.toml", "--out", "again"],
+    ] {
+        let r = w.ft(args);
+        let hint = "hint: BASE --adapter a/adapter, or run it where that path leads to it";
+        assert!(r.code == 4 && r.err.contains(hint) && !r.err.contains("--base"), "{args:?}: {}", r.err);
+    }
+    w.ok(&["logits", &base, "r.toml", "--adapter", "a/adapter", "--out", "again"]);
+    assert!(w.read("again/train-0.jsonl.zst") == w.read("taught/train-0.jsonl.zst"));
     w.ok(&["merge", "a/adapter", "--out", "n", "--base", &base, "--dtype", "f32"]);
     assert!(w.read("n/model.safetensors") == w.read("m/model.safetensors"));
     let r = w.ft(&["merge", "a/adapter", "--out", "o", "--base", &reference("llama3-rope/model")]);

@@ -45,6 +45,14 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
         other.err
     );
     assert!((other.loss() - last).abs() > 1e-4, "the base was not 4-bit");
+    let run = ["run", "q.toml", "run.steps=1", "run.eval_every=0", "run.output=b", "--overwrite"];
+    for verb in [&["check", "q.toml"][..], &run] {
+        for (set, told) in [("model.quantize=none", true), (four, false)] {
+            let r = w.ok(&[verb, &["lora.init=a/adapter", set]].concat());
+            let said = "was trained with model.quantize = \"nf4\", and here it is \"none\"";
+            assert_eq!(r.err.contains(said), told, "{verb:?} {set}: {}", r.err);
+        }
+    }
 
     // Chat finds the base through the adapter, and quantizes it as in training.
     let ask = ["--prompt", "What colour is the sky?"];

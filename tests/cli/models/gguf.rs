@@ -565,6 +565,20 @@ fn a_shared_expert_is_exported() {
     let gate = own("shared_expert_gate").squeeze(0).expect("one row");
     same(&g.tensor("blk.1.ffn_gate_inp_shexp.weight"), &gate, "its gate");
 
+    // LoRA on the gate, which is a vector in the file, takes a merge.
+    let lora =
+        ["model.source=a/model", "model.weights=load", "train=[{modules=['shared_expert_gate'],rank=2}]"];
+    w.ok(&[&["run", "r.toml", "run.output=l"][..], &lora].concat());
+    let r = w.ft(&["export", "l", "--to", "gguf", "--out", "n"]);
+    let said = "mlp.shared_expert_gate: has LoRA, and llama.cpp holds it as a vector\n";
+    assert!(
+        r.code == 4 && r.err.contains(said) && r.err.contains("hint: ft merge, then ft export"),
+        "{}",
+        r.err
+    );
+    w.ok(&["merge", "l", "--out", "m2"]);
+    w.ok(&["export", "m2", "--to", "gguf", "--out", "g2"]);
+
     // llama.cpp never normalizes the gates of this family.
     let mut config = w.json("a/model/config.json");
     config["norm_topk_prob"] = json!(true);

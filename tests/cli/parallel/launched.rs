@@ -147,6 +147,9 @@ fn incompatible_settings_of_launched_processes_are_refused() {
     said(&both("bad", 2, &["parallel.comm=threads"]), 2, "is for the ranks of one");
     said(&both("bad", 3, &["run.batch_rows=6"]), 2, "parallel.data=2");
     said(&both("bad", 2, &["parallel.tensor=2"]), 2, "(mpirun -n 4), or parallel.data=1");
+    let one = both("bad", 1, &[]);
+    said(&one, 2, "the recipe has 1 rank, and 2 processes were started");
+    said(&one, 2, "hint: no launcher, or parallel.data=2");
     said(&both("bad", 1, &["parallel.tensor=4"]), 2, "(mpirun -n 4), or another layout");
     said(&both("bad", 2, &["parallel.comm=nccl"]), 2, "is for CUDA devices");
     said(&both("bad", 2, &["data.train.0.source=none.jsonl"]), 3, "none.jsonl");

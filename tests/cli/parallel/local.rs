@@ -137,6 +137,37 @@ fn a_signal_goes_to_all_processes() {
     }
 }
 
+/// A signal to a control group reaches the launcher, which passes it on, and each process by itself.
+#[test]
+fn a_signal_to_launcher_and_processes_counts_once() {
+    let w = split::world(FULL);
+    for (name, launcher_first) in [("launcher", true), ("processes", false)] {
+        let (child, mut all) = long(&w, name);
+        all.push(Pid::from_raw(child.id() as i32).expect("a number"));
+        if launcher_first {
+            all.reverse();
+        }
+        for pid in all {
+            kill_process(pid, Signal::TERM).expect("signalled");
+        }
+        let r = end(child);
+        assert!(r.code == 143 && r.err.contains("a checkpoint is written"), "{}: {}", r.code, r.err);
+        let last = w.events(name, "step").pop().expect("a step")["step"].as_u64().expect("a number");
+        assert_eq!(w.events(name, "stopped")[0]["step"].as_u64(), Some(last));
+        assert_eq!(w.checkpoints(name).pop().expect("a checkpoint"), format!("step-{last:08}"));
+    }
+}
+
+/// The ranks have their key from the launcher, and need no folder for it.
+#[test]
+fn processes_meet_without_a_cache_folder() {
+    let w = split::world(FULL);
+    let below_a_file = w.path("r.toml").join("cache").display().to_string();
+    let args = [&OWN[..], &["run.output=met", "run.epochs=1"]].concat();
+    let r = end(start(&w, &args, &[("FT_CACHE", &below_a_file)]));
+    assert_eq!(r.code, 0, "{}", r.err);
+}
+
 /// Processes do not outlive the one that started them.
 #[test]
 fn processes_end_with_the_one_that_started_them() {

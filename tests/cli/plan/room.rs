@@ -46,6 +46,14 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     assert!(!w.path("runs/other").exists());
     // Leftovers of an earlier run count as free space, but do not suffice. They survive the refusal.
     assert_eq!(w.ft(&["run", "r.toml", "--overwrite", "memory.disk_budget=1B"]).code, 8);
+    let tight = w.ok(&["check", "r.toml", "memory.budget=1KiB"]).err;
+    assert!(tight.contains("warning: memory.budget: this run needs "), "{tight}");
+    let below_a_file = w.ft(&["check", "r.toml", "run.output=r.toml/runs"]);
+    assert!(
+        below_a_file.code == 2 && below_a_file.err.contains("hint: another run.output"),
+        "{}",
+        below_a_file.err
+    );
     assert!(w.path("runs/r/adapter").is_dir());
     let host = w.ft(&["run", "r.toml", "--overwrite", "memory.host_budget=1MiB", "memory.budget=1GiB"]);
     assert_eq!(host.code, 8);

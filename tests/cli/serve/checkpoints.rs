@@ -74,6 +74,26 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     save(&w, 2);
     is(&two, 2);
 
+    // A request may name the loaded step, as answers do.
+    let named = |model: &str, stream: bool| {
+        let body = json!({"model": model, "prompt": "a", "max_tokens": 2, "stream": stream});
+        s.ask("POST", "/v1/completions", "", body.to_string().as_bytes())
+    };
+    let refused = |(status, body): (u16, String), step: u64| {
+        let said = format!("is served, at step {step}\"");
+        assert!(status == 404 && body.contains("model_not_found") && body.contains(&said), "{status} {body}");
+    };
+    for stream in [false, true] {
+        let (status, body) = named("live:step-2", stream);
+        assert!(status == 200 && body.contains("\"model\":\"live:step-2\""), "{status} {body}");
+        assert_eq!(stream, body.contains("[DONE]"), "{body}");
+        for other in ["live:step-0", "live:step-4", "live:step-", "x:step-2"] {
+            refused(named(other, stream), 2);
+        }
+    }
+    assert_eq!(s.ask("GET", "/v1/models/live:step-2", "", b"").0, 200);
+    refused(s.ask("GET", "/v1/models/live:step-0", "", b""), 2);
+
     // An answer ends with the weights it began with.
     let body = json!({"model": "live", "prompt": "a", "temperature": 2, "seed": 1, "stream": true, "max_tokens": 200});
     let stream = || s.open("POST", "/v1/completions", "", body.to_string().as_bytes());
@@ -91,6 +111,8 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     let mut rest = String::new();
     under_way.read_to_string(&mut rest).expect("the rest");
     assert_eq!(text(&(String::from_utf8(first).expect("text") + &rest)), text(&whole));
+    // A newer checkpoint is looked for before a named step is compared.
+    refused(named("live:step-2", true), 4);
     is(&four, 4);
 
     // A broken checkpoint is reported, and the loaded one stays; older ones are not loaded again.

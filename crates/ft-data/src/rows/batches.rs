@@ -49,11 +49,17 @@ impl Batches {
 
     /// Whether an event of this interval follows after `done` steps: at the end of each interval and of the run.
     pub fn is_due(&self, every: Interval, done: usize) -> bool {
-        let completed = |done: usize| {
-            let taken = (done as u128 * self.batch as u128).min(self.total);
-            every.completed((done, self.steps), (taken, self.rows))
-        };
-        done == self.steps || completed(done) > completed(done.saturating_sub(1))
+        done == self.steps || self.completed(every, done) > self.completed(every, done.saturating_sub(1))
+    }
+
+    /// Whether an event of this interval follows before the end of the run.
+    pub fn recurs(&self, every: Interval) -> bool {
+        self.completed(every, self.steps.saturating_sub(1)) > 0
+    }
+
+    fn completed(&self, every: Interval, done: usize) -> u128 {
+        let taken = (done as u128 * self.batch as u128).min(self.total);
+        every.completed((done, self.steps), (taken, self.rows))
     }
 
     /// The rows of `step`, counted from 0; empty after the last step.

@@ -24,7 +24,7 @@ impl Dataset {
         if self.stats.truncated > 0 {
             out.push(format!(
                 "{} of {} samples are cut to data.max_length\n  hint: ft data shows what each length loses; \
-                 data.over_length = \"split\" divides long samples, \"drop\" leaves them out",
+                 data.over_length = \"drop\" leaves long samples out, \"split\" divides those of sft and distill",
                 self.stats.truncated, self.stats.examples
             ));
         }

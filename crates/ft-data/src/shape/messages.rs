@@ -5,7 +5,7 @@ use super::schema::Schema;
 use super::values::is_reserved;
 use super::values::{brief, kind, missing};
 use ft_base::store::json;
-use ft_recipe::Mask;
+use ft_recipe::{Format, Mask};
 use serde_json::{Map, Value, json};
 
 /// Role of an assistant's message that holds calls of tools as JSON, in ShareGPT's format.
@@ -95,7 +95,8 @@ impl Schema {
     pub(super) fn open_lists(&self, row: &mut Map<String, Value>) {
         let keys = self.format.keys(self.chat);
         let either = ["prompt", "completion", "chosen", "rejected"].into_iter().filter(|k| keys.contains(k));
-        for name in either {
+        let rated = ["messages", "conversations", "conversation"].into_iter();
+        for name in either.chain(rated.filter(|_| self.format == Format::Unpaired)) {
             if let Some(value) = row.get_mut(self.name(name))
                 && let Some(list) = value.as_str().and_then(|text| self.list_in(text))
             {

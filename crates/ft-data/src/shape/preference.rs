@@ -13,6 +13,8 @@ use serde_json::{Map, Value, json};
 
 type Row = Map<String, Value>;
 
+/// Error of messages in form "plain".
+const NEEDS_TEMPLATE: &str = "the row holds messages, which need a chat template\n  hint: form = \"chat\"";
 /// Start of an answer in texts of dialogues, as in Anthropic's data.
 const ANSWER: &str = "\n\nAssistant:";
 /// Other names of the prompt.
@@ -73,6 +75,13 @@ impl Schema {
         if row.contains_key(self.name("prompt_ids")) || row.contains_key(self.name("completion_ids")) {
             return rated(self.completion_ids(row, "completion_ids")?);
         }
+        if let Some(list) = self.rated_messages(row) {
+            if self.plain {
+                return Err(NEEDS_TEMPLATE.into());
+            }
+            let Some((answer, prompt)) = list.split_last() else { return Err(missing("messages", row)) };
+            return rated(self.answered(row, prompt, vec![answer.clone()])?);
+        }
         let completion = self.value(row, "completion")?;
         if self.takes_template(row, &[completion])? {
             let completion = self.messages_of(completion, "completion")?;
@@ -83,6 +92,18 @@ impl Schema {
         self.refuses_system(row)?;
         let (prompt, completion) = (self.text(row, "prompt", false)?, self.text(row, "completion", true)?);
         rated(Sample::Completion(prompt.into(), format!("{prompt}{completion}")))
+    }
+
+    /// Messages of a row whose last one is the completion, as in LLaMA-Factory; `None` if prompt and completion are
+    /// fields of their own.
+    fn rated_messages<'a>(&self, row: &'a Row) -> Option<&'a Vec<Value>> {
+        if self.has_parts(row) { None } else { row.get(self.list_of(row))?.as_array() }
+    }
+
+    /// Whether a row has a prompt or a completion, as a field of its own.
+    pub(super) fn has_parts(&self, row: &Row) -> bool {
+        let parts = ["prompt", "completion", "prompt_ids", "completion_ids"];
+        parts.iter().any(|name| row.get(self.name(name)).is_some_and(|v| !v.is_null()))
     }
 
     /// The document of a row, and its class among `names`.
@@ -242,7 +263,7 @@ impl Schema {
     fn takes_template(&self, row: &Row, completions: &[&Value]) -> Result<bool, String> {
         let is_chat = self.is_chat(row, completions);
         if is_chat && self.plain {
-            return Err("the row holds messages, which need a chat template\n  hint: form = \"chat\"".into());
+            return Err(NEEDS_TEMPLATE.into());
         }
         Ok(is_chat || self.chat)
     }
@@ -298,7 +319,7 @@ impl Schema {
             .iter()
             .filter_map(|name| Some((self.name(name).to_string(), row.get(self.name(name))?.clone())))
             .collect();
-        chat_row.insert("messages".into(), Value::Array(list));
+        chat_row.insert(self.name("messages").into(), Value::Array(list));
         let mut chat: Chat = self.chat(&mut chat_row)?;
         // a system message of the row stands before the list
         let first = chat.messages.len().saturating_sub(all) + prompt.len();

@@ -41,7 +41,14 @@ impl Schema {
         self.open_lists(&mut row);
         // if both names of the message list occur, only one is read
         let list = self.list_of(&row);
-        let other = |key: &str| self.format == Format::Messages && self.lists().contains(&key) && key != list;
+        let other = |key: &str| {
+            let unread = match self.format {
+                Format::Messages => key != list,
+                Format::Unpaired => key != list || self.has_parts(&row),
+                _ => false,
+            };
+            unread && self.lists().contains(&key)
+        };
         let read = |key: &str| self.reads(key) && !other(key);
         of_row(&row, (self, scores), &read, notes)?;
         match self.format {

@@ -164,7 +164,9 @@ proptest! {
 fn intervals_end_after_steps_shares_and_epochs() {
     let due = |rows, length, batch, every| {
         let b = Batches::new(rows, &run(length, batch, 0), false);
-        (1..=b.steps()).filter(|done| b.is_due(every, *done)).collect::<Vec<_>>()
+        let due: Vec<_> = (1..=b.steps()).filter(|done| b.is_due(every, *done)).collect();
+        assert_eq!(b.recurs(every), due.len() > 1, "{every:?}");
+        due
     };
     let (two, ten) = (Length::Epochs(2.0), Length::Steps(10));
     for (rows, length, batch, every, expected) in [

@@ -122,6 +122,48 @@ fn questions_and_instructions_are_conversations() {
     }
 }
 
+/// The last message of a rated conversation is the completion, as in LLaMA-Factory.
+#[test]
+fn a_rated_conversation_ends_with_the_completion() {
+    let turns = ["Two?", "Yes.", "Three?", "No."];
+    let said = |role: &str, i: usize| json!({"role": role, "content": turns[i]});
+    let list = json!([said("user", 0), said("assistant", 1), said("user", 2), said("assistant", 3)]);
+    let of =
+        |row, form| one(row, ft_recipe::Source { form, ..source("a.jsonl", Format::Unpaired) }, &data(99));
+    let parts = json!({"prompt": list.as_array().unwrap()[..3], "completion": [list[3]], "label": false});
+    let expected = of(parts, None).unwrap();
+    assert_eq!((supervised(&expected).as_str(), expected.content), ("No.<|im_end|>", Content::Rated(false)));
+    for row in [
+        json!({"messages": list, "label": false}),
+        json!({"conversations": list, "completion": null, "label": false}),
+        json!({"messages": list.to_string(), "label": 0}),
+    ] {
+        assert_eq!(of(row.clone(), None).unwrap(), expected, "{row}");
+    }
+    let renamed = ft_recipe::Source {
+        fields: [("messages".to_string(), "talk".to_string())].into(),
+        ..source("a.jsonl", Format::Unpaired)
+    };
+    let renamed = ft_recipe::Source { form: None, ..renamed };
+    assert_eq!(one(json!({"talk": list, "label": false}), renamed, &data(99)).unwrap(), expected);
+    let told = |row, form| of(row, form).unwrap_err().to_string();
+    let prompted = json!({"prompt": "a", "messages": list, "label": true});
+    assert!(told(prompted, None).contains("no field \"completion\""));
+    let open = json!({"messages": list.as_array().unwrap()[..3], "label": true});
+    assert!(told(open, None).contains("no message of an assistant behind the prompt"));
+    let plain = told(json!({"messages": list, "label": true}), Some(Form::Plain));
+    assert!(plain.contains("holds messages, which need a chat template"), "{plain}");
+    assert!(told(json!({"messages": [], "label": true}), None).contains("messages"));
+    // with a completion, messages are not read, and counted as such
+    let files = Files::new(&[(
+        "a.jsonl",
+        &json!({"prompt": "a", "completion": "b", "messages": list, "label": true}).to_string(),
+    )]);
+    let both = files.load(&[source("a.jsonl", Format::Unpaired)], &data(99)).unwrap();
+    let warned = both.warnings(99).unwrap().join("\n");
+    assert!(warned.contains("the key \"messages\""), "{warned}");
+}
+
 /// Lists of messages as strings of JSON are messages in every format that has either; other JSON is text.
 #[test]
 fn strings_of_messages_are_messages() {

@@ -146,6 +146,8 @@ pub struct Item {
     pub kept: u32,
     /// Whether it is cut to `data.max_length`, or the first piece of a divided document.
     pub cut: bool,
+    /// Whether it is a further piece of the document of the sample before it.
+    pub continued: bool,
 }
 
 impl Item {

@@ -449,7 +449,8 @@ impl Reader<'_> {
         let (sample, tokens) = (saturating_u32(i), saturating_u32(entry.tokens()));
         let Entry { targets, chosen, weight, .. } = entry;
         let (weighted, kept, cut) = (entry.has_weights(), entry.kept(), entry.is_cut());
-        Ok(Item { sample, tokens, targets, chosen, weight, weighted, kept, cut })
+        let continued = entry.is_continued();
+        Ok(Item { sample, tokens, targets, chosen, weight, weighted, kept, cut, continued })
     }
 }
 

@@ -76,6 +76,7 @@ fn a_tied_head_and_embedding_are_one_tensor() -> Result<()> {
         let j = config_json(&s, "m", None);
         assert_eq!(j["modules_to_save"], json!(["embed_tokens", "lm_head"]));
         assert_eq!(j["target_modules"], json!("dummy-target-modules"));
+        assert_eq!(j["ensure_weight_tying"], json!(true));
     }
     let e = select(
         &c,
@@ -84,6 +85,9 @@ fn a_tied_head_and_embedding_are_one_tensor() -> Result<()> {
     assert!(e.err().context("refused")?.to_string().contains("one tensor"));
     let s = select(&c, "[[train]]\nmodules = [\"head\"]")?;
     assert_eq!(names(&s), ["lm_head.lora_A.weight", "lm_head.lora_B.weight"]);
+    assert_eq!(config_json(&s, "m", None).get("ensure_weight_tying"), None);
+    let s = select(&config(json!({}))?, "[[train]]\nmodules = [\"head\"]\nmethod = \"full\"")?;
+    assert_eq!(config_json(&s, "m", None).get("ensure_weight_tying"), None);
     Ok(())
 }
 
@@ -289,6 +293,52 @@ fn a_saved_head_unlike_its_tied_embedding_needs_a_merge() -> Result<()> {
     })?;
     let e = held.check_against(&s, &s.trained()).err().context("refused")?.to_string();
     assert!(e.contains("lm_head.weight is not the embedding") && e.contains("hint: merge it"), "{e}");
+    Ok(())
+}
+
+/// PEFT 0.19 and later tie LoRA too, and store the head's tensors beside the embedding's.
+#[test]
+fn tied_lora_is_read_with_the_heads_tensors() -> Result<()> {
+    let [tied, untied] = [true, false].map(|tied| config(json!({ "tie_word_embeddings": tied })));
+    let (tied, untied) = (tied?, untied?);
+    let both = [
+        "model.embed_tokens.lora_embedding_A",
+        "model.embed_tokens.lora_embedding_B",
+        "lm_head.lora_A.weight",
+        "lm_head.lora_B.weight",
+    ];
+    for (c, targets, ties, want) in [
+        (&tied, json!(["q_proj", "embed_tokens"]), true, &both[..]),
+        (&tied, json!(["q_proj", "model.embed_tokens"]), true, &both[..]),
+        (&tied, json!(["q_proj", "lm_head"]), true, &both[..]),
+        (&tied, json!(".*(q_proj|embed_tokens)"), true, &both[..]),
+        (&tied, json!(["q_proj"]), true, &both[..0]),
+        (&tied, json!(["q_proj", "embed_tokens"]), false, &both[..2]),
+        (&untied, json!(["q_proj", "embed_tokens"]), true, &both[..2]),
+    ] {
+        let extra = json!({"target_modules": targets, "ensure_weight_tying": ties});
+        let s = Selection::from_peft(c, &peft(extra)?)?;
+        let tables: Vec<String> = names(&s).into_iter().filter(|n| !n.contains("self_attn")).collect();
+        assert_eq!(tables, want, "{targets} {ties}");
+    }
+    let dir = tempfile::tempdir()?;
+    let extra = |ties: bool| json!({"target_modules": ["embed_tokens"], "ensure_weight_tying": ties});
+    let held = adapter(dir.path(), &tied, extra(true), &[])?;
+    let s = held.selection(&tied)?;
+    held.check_against(&s, &s.trained())?;
+    // Neither the rule nor the file may leave the head out.
+    let s = select(&tied, "[[train]]\nmodules = [\"embedding\"]\nrank = 4")?;
+    let e = held.check_against(&s, &s.trained()).err().context("refused")?.to_string();
+    assert!(
+        e.contains("lm_head.lora_A.weight: 2 tensors") && e.contains("hint: add a [[train]] rule"),
+        "{e}"
+    );
+    assert!(!e.contains("take it out"), "{e}");
+    adapter(dir.path(), &tied, extra(false), &[])?;
+    let config = Value::Object(raw(extra(true))?).to_string();
+    std::fs::write(dir.path().join("adapter_config.json"), config)?;
+    let e = Adapter::open(dir.path())?.selection(&tied).err().context("refused")?.to_string();
+    assert!(e.contains("lm_head.lora_A.weight and 1 more tensors"), "{e}");
     Ok(())
 }
 
@@ -778,8 +828,16 @@ fn lora_on_the_embedding_goes_with_dropout_elsewhere_and_not_with_dora() -> Resu
     let rules = |other: &str| {
         format!("[[train]]\nmodules = [\"mlp\"]\n{other}\n[[train]]\nmodules = [\"embedding\"]\n")
     };
-    let e = select(&c, &rules("dora = true")).err().context("refused")?.to_string();
-    assert!(e.contains("embed_tokens beside DoRA"), "{e}");
+    let with_dora = rules("dora = true");
+    let on_both = with_dora.clone() + "dora = true";
+    for (rules, why) in [(&with_dora, "embed_tokens beside DoRA"), (&on_both, "DoRA on the embedding")] {
+        let e = select(&c, rules).err().context("refused")?.to_string();
+        assert!(
+            e.contains(why) && e.contains("hint: dora = false in all rules, or the embedding with"),
+            "{e}"
+        );
+    }
+    select(&c, &(with_dora + "method = \"full\""))?;
     let s = select(&c, &rules("dropout = 0.1"))?;
     let json = config_json(&s, "base", None);
     let map = json.as_object().context("an object")?;

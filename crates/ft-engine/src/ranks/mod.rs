@@ -24,5 +24,5 @@ pub use comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received};
 pub use device::on_device;
 pub use group::Group;
 pub use mesh::{Axis, Coordinates, Mesh};
-pub use processes::ROUND;
+pub use processes::{KEY_VARIABLE, ROUND, random_key};
 pub use threads::{Threads, alone, group, group_of};

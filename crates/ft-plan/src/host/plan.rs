@@ -18,7 +18,7 @@ use ft_engine::model::modules::Group;
 use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_hub::Settings;
 use ft_kernels::Machine;
-use ft_recipe::{Comm, Decomposition, Interval, Launch, Quantize, Recipe, Rendezvous, Weights};
+use ft_recipe::{Comm, Decomposition, Interval, Launch, Length, Quantize, Recipe, Rendezvous, Weights};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -81,7 +81,7 @@ impl HostPlan {
         let adapter = trained.iter().zip(sizes).map(|(t, bytes)| copies(r, s, t) * bytes);
         let result: u64 = if s.everything_full() { machine.width * count } else { adapter.sum() };
         let checkpoint = weights + states + entries * headers + STATE;
-        let saves = saves(r, w.steps);
+        let saves = saves(r, w);
         let experts = s.modules.iter().filter(|(m, _)| m.expert.is_some()).count() as u64 / 3;
         let steps = w.steps.unwrap_or(0);
         let loads = (LINE.1 * experts).saturating_mul(steps.div_ceil(LOAD_EVERY));
@@ -362,11 +362,15 @@ fn copies(r: &Recipe, s: &Selection, t: &TrainedPart<'_>) -> u64 {
     if factor || table { 2 } else { 1 }
 }
 
-/// Most checkpoints of a run of `steps`, if known. Each evaluation may have the best one.
-fn saves(r: &Recipe, steps: Option<u64>) -> Option<u64> {
+/// Most checkpoints of a run, if known. Each evaluation may have the best one.
+fn saves(r: &Recipe, w: &Workload) -> Option<u64> {
+    let epochs = match r.run.length() {
+        Length::Epochs(epochs) => Some(epochs),
+        Length::Steps(n) => w.epoch.map(|e| n as f64 * r.run.batch_rows as f64 / e.rows.max(1) as f64),
+    };
     let best = if r.run.keep_best { r.run.eval_every } else { Interval::Steps(0) };
-    let before = |every: Interval| every.most_before_end(r.run.length(), steps);
-    Some(1 + before(r.run.save_every)?.saturating_add(before(best)?))
+    let before = |every: Interval| every.most_before_end(epochs, w.steps);
+    Some(before(r.run.save_every)?.saturating_add(before(best)?).saturating_add(1))
 }
 
 /// Recipe keys to change to shrink a host component.

@@ -101,9 +101,10 @@ fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capaci
         false => recipe.parallel.threads(i.machine.threads as usize) as u64,
     };
     let machine = Machine { width, stored, threads, ..i.machine };
-    // a smaller max_length can only shrink the measured micro-batches
+    // a smaller max_length can only shrink the measured micro-batches, but for divided documents
     let (before, after) = (i.recipe.data.max_length, recipe.data.max_length);
-    let other = Workloads::new(|r| match after < before {
+    let shrinks = after < before && recipe.data.over_length != OverLength::Split;
+    let other = Workloads::new(|r| match shrinks {
         true => i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r),
         false => Workload::of_recipe(r),
     });

@@ -175,7 +175,7 @@ fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line 
 fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Result<String, String> {
     draft.drop_defaults();
     let name = file.replace(|c: char| c.is_control(), " ");
-    // evaluations on the way, which ft counts in steps
+    // evaluations on the way, at an interval without a counterpart
     let unevaluated = lines.iter().any(|l| l.fate == Fate::NotSupported && EVALUATIONS.contains(&&*l.key));
     let head =
         format!("# From {name} of {tool}, by ft import. Behind each key stands the one that it is from.\n");

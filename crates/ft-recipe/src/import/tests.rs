@@ -1020,11 +1020,17 @@ fn long_texts_are_divided_where_the_toolkit_does() {
     let raw = format!("{FACTORY}stage: pt\n");
     let pretraining = AXOLOTL.replace("datasets:", "pretraining_dataset:");
     let split = TUNE.replace("source: d", "source: d, split_across_pack: True");
-    for text in [&raw, &pretraining, &split] {
+    let completion = AXOLOTL.replace("a.jsonl", "a.jsonl, type: completion");
+    let bfd = format!("{TRL}packing: true\npacking_strategy: bfd_split\n");
+    for text in [&raw, &pretraining, &split, &completion, &bfd, &bfd.replace("bfd_split", "wrapped")] {
         assert_eq!(over(text), OverLength::Split, "{text}");
     }
-    assert_eq!(over(&format!("{pretraining}excess_length_strategy: drop\n")), OverLength::Drop);
-    assert_ne!(over(TUNE), OverLength::Split);
+    for text in [TUNE, AXOLOTL, &bfd.replace("_split", ""), &bfd.replace("true", "false")] {
+        assert_ne!(over(text), OverLength::Split, "{text}");
+    }
+    let mixed = completion.replace("}]", "}, {path: b.jsonl, type: chat_template}]");
+    let mixed = of(&format!("{mixed}excess_length_strategy: truncate\n"));
+    assert_eq!(fate(&mixed, "excess_length_strategy"), Fate::NotSupported, "{}", listing(&mixed));
 }
 
 /// Intervals by epochs and by shares of the steps.
@@ -1195,7 +1201,7 @@ fn dataset_info_describes_sources() {
                 "pairs": {"file_name": "b.json", "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
                 "plain": {"file_name": "c.json", "columns": {"prompt": "prompt", "chosen": "good"}},
                 "rated": {"file_name": "d.json", "formatting": "sharegpt",
-                    "columns": {"messages": "messages", "kto_tag": "liked"}},
+                    "columns": {"messages": "talk", "kto_tag": "liked"}},
                 "lists": {"file_name": "e.json", "formatting": "sharegpt", "ranking": true,
                     "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"}}}"#;
             (path == "dir/dataset_info.json").then(|| info.into())
@@ -1235,7 +1241,10 @@ fn dataset_info_describes_sources() {
     assert_eq!((lists.data.train[0].form, lists.data.train[0].fields["prompt"].as_str()), (None, "talk"));
     let rated = import(&pairs.replace("dpo", "kto").replace("pairs", "rated"), "a.yaml", &Info);
     let rated = rated.expect("an import");
-    assert_eq!(fate(&rated, "dataset"), Fate::NotSupported, "{}", listing(&rated));
+    assert_eq!(fate(&rated, "dataset"), Fate::Converted, "{}", listing(&rated));
     let fields = parsed(&rated).data.train[0].fields.clone();
-    assert_eq!(fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(), ["label=liked"]);
+    assert_eq!(
+        fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(),
+        ["label=liked", "messages=talk"]
+    );
 }

@@ -12,7 +12,8 @@ use serde_json::Value;
 
 conversions! {
     method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial,
-    four_bits, bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file,
+    four_bits, bits, new_tokens, over_length, packing_strategy,
+    on_inputs, assistant_only, completion_only, template_file,
     template_name, template_text, thinking, factory_packing, share, special_token, adapters, nested, parameters,
     prepared;
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
@@ -283,15 +284,25 @@ fn new_tokens(_: &mut Context<'_>, e: &Entry) -> Outcome {
 
 fn over_length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let word = text(&e.value).unwrap_or_default();
-    let of_text = ctx.entries.list.iter().any(|e| e.path.starts_with("pretraining_dataset"));
+    // axolotl divides texts before it looks at their length
+    let kinds = |e: &&Entry| e.path.starts_with("datasets.") && e.path.ends_with(".type");
+    let is_text =
+        |e: &Entry| text(&e.value).is_some_and(|t| ["completion", "pretrain"].contains(&t.as_str()));
+    let (texts, others): (Vec<_>, Vec<_>) = ctx.entries.list.iter().filter(kinds).partition(|e| is_text(e));
+    let is_pretraining = ctx.entries.list.iter().any(|e| e.path.starts_with("pretraining_dataset"));
     let ours = match word.as_str() {
+        _ if is_pretraining || !texts.is_empty() && others.is_empty() => "split",
         "raise" => "error",
-        _ if e.line == 0 && of_text => "split",
         word => word,
     };
-    match ours {
-        "drop" | "truncate" | "error" | "split" => converted(ctx.set("data.over_length", quote(ours), e)),
-        _ => needless("not set"),
+    if !["drop", "truncate", "error", "split"].contains(&ours) {
+        return needless("not set");
+    }
+    let is_mixed = ours != "split" && !texts.is_empty();
+    let set = ctx.set("data.over_length", quote(ours), e);
+    match is_mixed {
+        true => refused(set + " for all sources; there texts are divided, as \"split\" does"),
+        false => converted(set),
     }
 }
 
@@ -389,6 +400,17 @@ fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         outcome.1 += "; documents of a row never see one another (neat_packing there)";
     }
     outcome
+}
+
+/// TRL's `packing_strategy`: two of them lose no tokens of long documents.
+fn packing_strategy(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let apart = "packed documents never attend to one another";
+    match text(&e.value).unwrap_or_default().as_str() {
+        "bfd_split" | "bfd-requeue" | "wrapped" if ctx.is("packing") => {
+            converted(ctx.set("data.over_length", quote("split"), e) + "; " + apart)
+        }
+        _ => needless(apart),
+    }
 }
 
 /// axolotl's `skip_prepare_dataset`: rows of tokens, where no type says otherwise.

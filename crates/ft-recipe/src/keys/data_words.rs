@@ -20,7 +20,7 @@ words! {
         Tokens = "tokens",
         /// `prompt`, `chosen`, `rejected` as texts or messages; or `prompt_ids`, `chosen_ids`, `rejected_ids`.
         Preference = "preference",
-        /// `prompt`, `completion`, `label` (true or false); or `prompt_ids`, `completion_ids`, `label`.
+        /// `prompt` and `completion`, `messages`, or `prompt_ids` and `completion_ids`; `label` (true or false).
         Unpaired = "unpaired",
         /// `text`, `prompt`, `messages` or `input_ids`, and `label`: the number or name of a class.
         Labeled = "labeled",
@@ -101,9 +101,18 @@ impl Format {
                 "tools",
                 "system",
             ],
-            Format::Unpaired => {
-                &["prompt", "completion", "label", "prompt_ids", "completion_ids", "tools", "system"]
-            }
+            Format::Unpaired => &[
+                "prompt",
+                "completion",
+                "messages",
+                "conversations",
+                "conversation",
+                "label",
+                "prompt_ids",
+                "completion_ids",
+                "tools",
+                "system",
+            ],
         }
     }
 

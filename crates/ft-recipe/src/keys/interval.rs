@@ -2,7 +2,6 @@
 
 use super::checked::Checked;
 use super::field::{Field, Formatted};
-use super::words::Length;
 use crate::syntax::quote;
 
 /// `run.eval_every` and `run.save_every`: the interval of an event that the end of the run has in any case.
@@ -21,12 +20,14 @@ impl Interval {
     pub(crate) const SPELT: &'static str = "\"epoch\", \"epoch/4\" (four an epoch) or \"5%\" (of all steps)";
 
     /// Regular expression of the same forms, for the schema.
-    pub(crate) const PATTERN: &'static str = r"^(epoch(/[1-9][0-9]{0,5})?|[0-9]{1,2}(\.[0-9]+)?%)$";
+    pub(crate) const PATTERN: &'static str = r"^(epoch(/[0-9]+)?|[0-9]+(\.[0-9]+)?%)$";
 
     /// Parses a form that is a string.
     pub(crate) fn from_text(text: &str) -> Option<Self> {
         if let Some(percent) = text.strip_suffix('%') {
-            let is_plain = percent.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+            let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+            let is_plain =
+                percent.split_once('.').map_or_else(|| digits(percent), |(a, b)| digits(a) && digits(b));
             let share = percent.parse().ok().filter(|x| is_plain && (f64::MIN_POSITIVE..100.0).contains(x));
             return share.map(Interval::Percent);
         }
@@ -62,23 +63,26 @@ impl Interval {
     /// Steps of a share of `all` steps, rounded up.
     fn steps_of(self, all: usize) -> usize {
         match self {
-            Interval::Percent(percent) => ((all as f64 * percent / 100.0).ceil() as usize).max(1),
+            Interval::Percent(percent) => {
+                // without the rounding of a whole number of steps
+                let steps = all as f64 * percent / 100.0 * (1.0 - 1e-12);
+                (steps.ceil() as usize).max(1)
+            }
             Interval::Steps(n) => n.max(1),
             Interval::Epoch(_) => all.max(1),
         }
     }
 
-    /// Upper bound on the events before the last step of a run of `steps`, if known.
-    pub fn most_before_end(self, length: Length, steps: Option<u64>) -> Option<u64> {
+    /// Upper bound on the events before the end of a run of `epochs` and of `steps`, as far as these are known.
+    pub fn most_before_end(self, epochs: Option<f64>, steps: Option<u64>) -> Option<u64> {
         let before_last = steps.map(|n| n.saturating_sub(1));
-        match (self, length) {
-            (Interval::Steps(0), _) => Some(0),
-            (Interval::Percent(percent), _) if steps.is_none() => Some((100.0 / percent).ceil() as u64),
-            (Interval::Epoch(parts), Length::Epochs(epochs)) => {
-                let ends = (epochs * f64::from(parts)).ceil() as u64;
-                Some(ends.saturating_sub(1).min(before_last.unwrap_or(u64::MAX)))
+        match self {
+            Interval::Steps(0) => Some(0),
+            Interval::Percent(percent) if steps.is_none() => Some((100.0 / percent).ceil() as u64),
+            Interval::Epoch(parts) => {
+                let ends = epochs.map(|epochs| ((epochs * f64::from(parts)).ceil() as u64).saturating_sub(1));
+                ends.into_iter().chain(before_last).min()
             }
-            (Interval::Epoch(_), Length::Steps(_)) => before_last,
             _ => Some(before_last? / self.steps_of(usize::try_from(steps?).ok()?) as u64),
         }
     }
@@ -130,6 +134,8 @@ mod tests {
             ("+5%", None),
             ("1e1%", None),
             ("nan%", None),
+            (".5%", None),
+            ("5.%", None),
             ("%", None),
             ("", None),
         ] {
@@ -139,21 +145,28 @@ mod tests {
 
     #[test]
     fn events_before_the_end_are_bounded() {
-        let (epochs, steps) = (Length::Epochs(3.0), Length::Steps(40));
-        for (interval, length, all, expected) in [
-            (Interval::Steps(0), epochs, None, Some(0)),
-            (Interval::Steps(10), epochs, None, None),
-            (Interval::Steps(10), steps, Some(40), Some(3)),
-            (Interval::Percent(25.0), epochs, None, Some(4)),
-            (Interval::Percent(25.0), steps, Some(40), Some(3)),
-            (Interval::Percent(0.001), steps, Some(40), Some(39)),
-            (Interval::Epoch(1), epochs, None, Some(2)),
-            (Interval::Epoch(4), epochs, None, Some(11)),
-            (Interval::Epoch(4), Length::Epochs(0.3), None, Some(1)),
-            (Interval::Epoch(400), epochs, Some(40), Some(39)),
-            (Interval::Epoch(1), steps, Some(40), Some(39)),
+        let three = Some(3.0);
+        for (interval, epochs, steps, expected) in [
+            (Interval::Steps(0), three, None, Some(0)),
+            (Interval::Steps(10), three, None, None),
+            (Interval::Steps(10), None, Some(40), Some(3)),
+            (Interval::Percent(25.0), three, None, Some(4)),
+            (Interval::Percent(25.0), None, Some(40), Some(3)),
+            (Interval::Percent(0.001), None, Some(40), Some(39)),
+            (Interval::Percent(1.1), None, Some(3000), Some(2999 / 33)),
+            (Interval::Percent(4.4), None, Some(750), Some(749 / 33)),
+            (Interval::Epoch(1), three, None, Some(2)),
+            (Interval::Epoch(4), three, None, Some(11)),
+            (Interval::Epoch(4), Some(0.3), None, Some(1)),
+            (Interval::Epoch(400), three, Some(40), Some(39)),
+            (Interval::Epoch(1), None, Some(40), Some(39)),
+            (Interval::Epoch(1), None, None, None),
         ] {
-            assert_eq!(interval.most_before_end(length, all), expected, "{interval:?} {length:?} {all:?}");
+            assert_eq!(
+                interval.most_before_end(epochs, steps),
+                expected,
+                "{interval:?} {epochs:?} {steps:?}"
+            );
         }
     }
 }

@@ -28,6 +28,14 @@ impl ApiError {
         Self { param: Some(param.into()), ..Self::new(StatusCode::BAD_REQUEST, message) }
     }
 
+    /// An unknown model; `step` is the loaded one of a served run.
+    pub fn no_model(name: &str, served: &str, step: Option<u64>) -> Self {
+        let at = step.map_or(String::new(), |step| format!(", at step {step}"));
+        let message = format!("The model `{name}` does not exist; {served:?} is served{at}");
+        let error = Self::param("model", message).with_code("model_not_found");
+        Self { status: StatusCode::NOT_FOUND, ..error }
+    }
+
     /// A failed answer.
     pub fn internal(why: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, why)

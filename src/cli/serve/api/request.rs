@@ -8,7 +8,6 @@ use crate::cli::serve::generate::{Generation, Prompt};
 use crate::cli::serve::state::ServerState;
 use crate::infer::ContextLimit;
 use crate::infer::sampling::{SamplingOptions, penalty};
-use axum::http::StatusCode;
 use serde_json::{Value, json};
 
 /// Most alternatives per token.
@@ -54,10 +53,10 @@ const WITHOUT_EFFECT: [&str; 9] = [
 /// of echoed prompts to `ECHOED`.
 ///
 /// # Errors
-/// Client errors: status 400, or 404 for an unknown model.
+/// Client errors: status 400, or 404 for an unknown model. Whether a named step is loaded, the answer tells.
 pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Request, ApiError> {
     let mut p = Parameters::parse(body)?;
-    check_model(state, p.take("model"))?;
+    let step = step(state, p.take("model"))?;
     for key in WITHOUT_EFFECT {
         p.take(key);
     }
@@ -93,17 +92,18 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
         logprobs,
         echo,
         continues,
+        step,
     };
     Ok(Request { generation, stream, include_usage })
 }
 
-fn check_model(state: &ServerState, name: Option<Value>) -> Result<(), ApiError> {
+/// Checks the name of the model; the step in it, if any.
+fn step(state: &ServerState, name: Option<Value>) -> Result<Option<u64>, ApiError> {
     match name {
-        Some(Value::String(name)) if name == state.name => Ok(()),
+        Some(Value::String(name)) if name == state.name => Ok(None),
         Some(Value::String(name)) => {
-            let message = format!("The model `{name}` does not exist; {:?} is served", state.name);
-            let error = ApiError::param("model", message).with_code("model_not_found");
-            Err(ApiError { status: StatusCode::NOT_FOUND, ..error })
+            let unknown = || ApiError::no_model(&name, &state.name, state.step());
+            state.step_in(&name).map(Some).ok_or_else(unknown)
         }
         Some(_) => Err(ApiError::param("model", "model: a name is wanted")),
         None => Err(ApiError::param("model", "you must provide a model parameter")),

@@ -43,6 +43,8 @@ pub struct Reply {
     /// Tokens of the prompts.
     prompt_tokens: usize,
     logprobs: bool,
+    /// The step that the request names, if any.
+    named: Option<u64>,
 }
 
 impl Reply {
@@ -56,6 +58,7 @@ impl Reply {
             choices: generation.prompts.len(),
             prompt_tokens: generation.prompts.iter().map(|p| p.ids.len()).sum(),
             logprobs: generation.logprobs.is_some(),
+            named: generation.step,
         }
     }
 
@@ -65,6 +68,16 @@ impl Reply {
             "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
         })
+    }
+
+    /// Refuses weights of another step than the request names; called before [`Reply::set_step`].
+    fn check_step(&self, loaded: Option<u64>) -> Result<(), ApiError> {
+        match self.named {
+            Some(named) if loaded != Some(named) => {
+                Err(ApiError::no_model(&format!("{}:step-{named}", self.model), &self.model, loaded))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Adds the step of the weights to the model name, once known.
@@ -77,13 +90,16 @@ impl Reply {
     /// The whole answer as one object.
     ///
     /// # Errors
-    /// A failed answer; the end of the server.
+    /// A failed answer; another step than the request names; the end of the server.
     pub async fn whole(mut self, mut events: mpsc::UnboundedReceiver<Event>) -> Result<Response, ApiError> {
         let (mut text, mut tokens) = (String::new(), Vec::new());
         let (mut choices, mut total) = (Vec::new(), 0);
         while choices.len() < self.choices {
             match events.recv().await {
-                Some(Event::Begin(step)) => self.set_step(step),
+                Some(Event::Begin(step)) => {
+                    self.check_step(step)?;
+                    self.set_step(step);
+                }
                 Some(Event::Text(piece, more)) => {
                     text.push_str(&piece);
                     tokens.extend(more);
@@ -137,22 +153,34 @@ impl Reply {
     }
 
     /// The answer as server-sent events, with token counts at the end if `include_usage`.
-    pub fn streamed(self, events: mpsc::UnboundedReceiver<Event>, include_usage: bool) -> Response {
+    ///
+    /// # Errors
+    /// Another step than the request names.
+    pub async fn streamed(
+        self,
+        mut events: mpsc::UnboundedReceiver<Event>,
+        include_usage: bool,
+    ) -> Result<Response, ApiError> {
+        // the status depends on the step of the weights, if the request names one
+        let first = if self.named.is_some() { events.recv().await } else { None };
+        if let Some(Event::Begin(step)) = first {
+            self.check_step(step)?;
+        }
         let (sender, mut receiver) = mpsc::channel(WAITING);
         tokio::spawn(async move {
             // a disconnected client drops the receiver; this drops the events and ends the generation
             tokio::select! {
                 () = sender.closed() => {}
-                _ = self.stream(events, &sender, include_usage) => {}
+                _ = self.stream((first, events), &sender, include_usage) => {}
             }
         });
-        Sse::new(poll_fn(move |context| receiver.poll_recv(context))).into_response()
+        Ok(Sse::new(poll_fn(move |context| receiver.poll_recv(context))).into_response())
     }
 
-    /// Sends the chunks of a stream; `None` if the client is gone.
+    /// Sends the chunks of a stream, of the event already received and of the rest; `None` if the client is gone.
     async fn stream(
         mut self,
-        mut events: mpsc::UnboundedReceiver<Event>,
+        (mut first, mut events): (Option<Event>, mpsc::UnboundedReceiver<Event>),
         client: &mpsc::Sender<Result<sse::Event, Infallible>>,
         include_usage: bool,
     ) -> Option<()> {
@@ -160,7 +188,11 @@ impl Reply {
         let chat = self.endpoint == Endpoint::Chat;
         let (mut index, mut total) = (0, 0);
         while index < self.choices {
-            let choice = match events.recv().await {
+            let event = match first.take() {
+                None => events.recv().await,
+                first => first,
+            };
+            let choice = match event {
                 Some(Event::Begin(step)) => {
                     self.set_step(step);
                     if !chat {

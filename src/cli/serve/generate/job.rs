@@ -27,6 +27,8 @@ pub struct Generation {
     pub echo: bool,
     /// Whether the reply continues the text of the prompt, and is no new message.
     pub continues: bool,
+    /// The step that the request names, of a run; weights of another step do not answer.
+    pub step: Option<u64>,
 }
 
 /// A prompt.
@@ -56,7 +58,7 @@ pub enum FinishReason {
 
 /// Part of an answer.
 pub enum Event {
-    /// First event: the step of the weights, if serving a run.
+    /// First event: the step of the weights, if serving a run. No other follows if the request names another step.
     Begin(Option<u64>),
     /// Text of the current reply, with its tokens if log-probabilities are wanted.
     Text(String, Vec<Token>),

@@ -10,8 +10,8 @@ use ft_base::terminal::{panics, warn};
 use ft_data::Tokenizer;
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::Reader;
-use std::sync::TryLockError;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
 /// Interval of checkpoint checks while idle.
@@ -35,7 +35,8 @@ pub trait Backend {
 }
 
 /// Answers with one replica until the queue closes or the replica fails. When serving a run, checks for a
-/// newer checkpoint before each answer, unless another replica is loading one.
+/// newer checkpoint before each answer, unless another replica is loading one; a request that names a step waits for
+/// that.
 ///
 /// # Errors
 /// A device failure.
@@ -47,7 +48,11 @@ pub fn work(queue: &Queue, replica: &mut impl Backend, status: &ReplicaStatus) -
             return Ok(());
         }
         if limit.is_some() {
-            let loading = queue.loading.try_lock();
+            let waits = matches!(&next, Next::Job(job) if job.generation.step.is_some());
+            let loading = match waits {
+                true => Ok(queue.loading.lock().unwrap_or_else(PoisonError::into_inner)),
+                false => queue.loading.try_lock(),
+            };
             if !matches!(loading, Err(TryLockError::WouldBlock)) {
                 replica.poll();
                 status.set_step(replica.step());
@@ -64,7 +69,11 @@ pub fn work(queue: &Queue, replica: &mut impl Backend, status: &ReplicaStatus) -
 /// Answers one request. If the queue closes meanwhile, the answer breaks off.
 fn answer(queue: &Queue, replica: &mut impl Backend, job: &Job) -> ft_base::Result<()> {
     let Job { generation, events, .. } = job;
-    let _ = events.send(Event::Begin(replica.step()));
+    let step = replica.step();
+    let _ = events.send(Event::Begin(step));
+    if generation.step.is_some_and(|named| step != Some(named)) {
+        return Ok(());
+    }
     let go_on = || !events.is_closed() && !queue.is_closed();
     let mut send = |text: String, tokens: Vec<_>| {
         let empty = text.is_empty() && tokens.is_empty();

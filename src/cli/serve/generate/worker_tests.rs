@@ -82,6 +82,7 @@ fn job(number: u32) -> (Job, mpsc::UnboundedReceiver<Event>) {
         logprobs: None,
         echo: false,
         continues: true,
+        step: None,
     };
     (Job { generation, events: sender, _held: None }, events)
 }
@@ -223,6 +224,22 @@ fn an_error_without_a_client_tests_the_device() {
     let (job, events) = job(0);
     drop((events, go));
     assert!(answer(&Queue::new(1), &mut copy, &job).is_err());
+}
+
+#[test]
+fn weights_of_another_step_than_the_named_one_do_not_answer() -> ft_base::Result<()> {
+    for (named, answers) in [(4, true), (3, false)] {
+        let ((at, _stands), (go, gate)) = (channel(), channel());
+        let mut copy = Scripted { name: 0, step: Some(4), works: true, at, go: gate };
+        let (mut job, mut events) = job(0);
+        job.generation.step = Some(named);
+        drop(go);
+        answer(&Queue::new(1), &mut copy, &job)?;
+        drop(job);
+        assert!(matches!(events.blocking_recv(), Some(Event::Begin(Some(4)))));
+        assert_eq!(events.blocking_recv().is_some(), answers, "step {named}");
+    }
+    Ok(())
 }
 
 #[test]

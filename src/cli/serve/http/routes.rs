@@ -97,11 +97,11 @@ async fn model(
     name: Result<Path<String>, PathRejection>,
 ) -> Result<Json, ApiError> {
     let name = name.map(|Path(name)| name).map_err(|e| ApiError::new(e.status(), e.body_text()))?;
-    if name == state.name {
+    let (named, loaded) = (state.step_in(&name), state.step());
+    if name == state.name || (named.is_some() && named == loaded) {
         return Ok(Json(state.describe()));
     }
-    let message = format!("The model `{name}` does not exist");
-    Err(ApiError::new(StatusCode::NOT_FOUND, message).with_code("model_not_found"))
+    Err(ApiError::no_model(&name, &state.name, loaded))
 }
 
 async fn answer(state: Arc<ServerState>, endpoint: Endpoint, body: Body) -> Result<Response, ApiError> {
@@ -116,7 +116,7 @@ async fn answer(state: Arc<ServerState>, endpoint: Endpoint, body: Body) -> Resu
         Refused::Full => ApiError::busy("too many requests wait already"),
         Refused::Closed => ApiError::stopped(),
     })?;
-    if stream { Ok(reply.streamed(events, include_usage)) } else { reply.whole(events).await }
+    if stream { reply.streamed(events, include_usage).await } else { reply.whole(events).await }
 }
 
 /// Reads a body within the limits on size, on all bodies together, and on time.

@@ -344,6 +344,9 @@ impl Adapter {
             if extra.len() == 1 { "a tensor".to_string() } else { format!("{} tensors", extra.len()) };
         let hint = if is_of_tower(first) {
             format!("ft computes the text model alone: {MERGE}")
+        } else if self.config.ties {
+            // Without the head's tensors, the adapter would be another one.
+            "add a [[train]] rule that chooses it".into()
         } else {
             "add a [[train]] rule that chooses it, or take it out of the adapter".into()
         };

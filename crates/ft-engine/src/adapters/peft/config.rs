@@ -136,7 +136,7 @@ pub struct PeftConfig {
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
     tokens: Lists,
-    /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
+    /// Whether a saved or adapted embedding of a tied model is the head as well (`ensure_weight_tying`).
     pub ties: bool,
     /// Whether names are as in the text model alone, also for a base within a vision checkpoint; `None` for a config
     /// without tensors.
@@ -221,6 +221,19 @@ impl PeftConfig {
     /// Whether a module has LoRA.
     pub(super) fn chooses(&self, m: &Module) -> Result<bool, Error> {
         self.targets.matches(m, &self.spellings(&m.name))
+    }
+
+    /// Whether LoRA on the table of a tied model is of embedding and head, as PEFT decides by the targets.
+    pub(super) fn ties_lora(&self) -> Result<bool, Error> {
+        let mut named = false;
+        for table in ["embed_tokens", "lm_head"] {
+            named |= match &self.targets.target {
+                Target::Regex(r) => r.is_match(table)?,
+                Target::List(l) => l.iter().any(|t| is_suffix(t, table)),
+                Target::AllLinear => false,
+            };
+        }
+        Ok(self.ties && named)
     }
 
     /// Gives `config` the layout of this adapter: of all experts of a layer at once, as in transformers 5, if it adapts

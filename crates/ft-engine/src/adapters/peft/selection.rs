@@ -25,10 +25,12 @@ impl Selection {
             );
             return Err(Error::Peft { file: peft.file.clone(), why });
         }
+        let ties = s.tied && peft.ties_lora()?;
         for (m, c) in &mut s.modules {
+            let of_table = ties && matches!(m.group, Group::Embedding | Group::Head);
             let adapted = match &m.parameter {
                 Some(p) => peft.spellings(&p.name).iter().any(|name| peft.adapts(name)),
-                None => peft.chooses(m)?,
+                None => of_table || peft.chooses(m)?,
             };
             if peft.spellings(m.adapted_name()).iter().any(|name| peft.saves(name)) {
                 *c = Choice::Full { lr_scale: 1.0 };

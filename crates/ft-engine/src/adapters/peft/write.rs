@@ -65,6 +65,10 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
     if !parameters.is_empty() {
         config["target_parameters"] = json!(parameters);
     }
+    if selection.tied_in_full() {
+        // Otherwise PEFT trains on copies of the table, apart.
+        config["ensure_weight_tying"] = json!(true);
+    }
     let tokens: Map<String, Value> =
         selection.tokens.modules().map(|(m, ids)| (last_component(m).into(), json!(ids))).collect();
     if !tokens.is_empty() {

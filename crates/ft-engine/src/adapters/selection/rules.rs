@@ -9,6 +9,10 @@ use ft_recipe::{GROUPS, IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex
 use regex::Regex;
 use std::collections::{BTreeSet, HashMap};
 
+/// Hints for LoRA on the embedding, and on parameters, whose adapters PEFT makes without DoRA.
+const PLAIN_EMBEDDING: &str = "dora = false in all rules, or the embedding with method = \"full\"";
+const PLAIN_PARAMETERS: &str = "dora = false in all rules, or leave experts and routers out";
+
 impl Selection {
     /// Applies a recipe's rules in order; later rules override earlier ones.
     ///
@@ -113,15 +117,14 @@ impl Selection {
         if let Some(parameter) = first(false, &|m| m.parameter.is_some()) {
             let why = format!(
                 "LoRA on {} beside DoRA on others: PEFT adapts it as a parameter, without DoRA in the whole adapter\n  \
-                 hint: dora = false in all rules, or leave experts and routers out",
+                 hint: {PLAIN_PARAMETERS}",
                 self.modules[parameter].0.name
             );
             return Err(Conflict { modules: [dora, parameter], why });
         }
         let Some(embedding) = first(false, &|m| m.group == Group::Embedding) else { return Ok(()) };
         let why = format!(
-            "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
-             with method = \"full\"",
+            "not built yet: LoRA on {} beside DoRA on others\n  hint: {PLAIN_EMBEDDING}",
             self.modules[embedding].0.name
         );
         Err(Conflict { modules: [dora, embedding], why })
@@ -264,10 +267,13 @@ fn absent(rule: &Rule, config: &Config) -> Vec<Result<String, String>> {
 
 pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
     if m.parameter.is_some() && (spec.dora || spec.dropout > 0.0) {
-        let what = if spec.dora { "DoRA" } else { "dropout" };
+        let (what, hint) = if spec.dora {
+            ("DoRA", PLAIN_PARAMETERS)
+        } else {
+            ("dropout", "a rule of its own with dropout = 0")
+        };
         return Err(format!(
-            "{what} on {}: PEFT adapts it as a parameter, without {what}\n  hint: a rule of its own with dora = false \
-             and dropout = 0",
+            "{what} on {}: PEFT adapts it as a parameter, without {what}\n  hint: {hint}",
             m.name
         ));
     }
@@ -293,7 +299,7 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
         }
         Kind::Embedding { .. } if spec.dora => {
             return Err(format!(
-                "not built yet: DoRA on the embedding ({})\n  hint: a rule of its own with dora = false",
+                "not built yet: DoRA on the embedding ({})\n  hint: {PLAIN_EMBEDDING}",
                 m.name
             ));
         }

@@ -49,7 +49,7 @@ pub fn write_adapter(
             // llama.cpp stores A of the embedding transposed, for row lookup.
             [v, d] if mapped.name == "token_embd" => [vec![v, rank], vec![d, rank]],
             [o, i] => [vec![rank, i], vec![o, rank]],
-            _ => return Ok(refuse(&mapped.modules[0].name, "LoRA on what is no matrix")?),
+            _ => return no_matrix(&mapped.modules[0]),
         };
         let stacked = mapped.modules[0].expert.is_some();
         for (half, shape) in [("lora_a", first), ("lora_b", second)] {
@@ -165,9 +165,14 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
     Ok(())
 }
 
+/// The error of LoRA on a weight that is a vector in the file.
+fn no_matrix<T>(m: &Module) -> ft_base::Result<T> {
+    Ok(refuse(&m.name, format!("has LoRA, and llama.cpp holds it as a vector\n  {MERGE}"))?)
+}
+
 fn zeros(pair: &Pair<'_>, m: &Module, part: Part) -> ft_base::Result<Tensor> {
     let [o, i] = pair.mapped.shape(m.weight_shape())[..] else {
-        return Ok(refuse(&m.name, "LoRA on what is no matrix")?);
+        return no_matrix(m);
     };
     let shape = if part == Part::A { (pair.rank, i) } else { (o, pair.rank) };
     Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)

@@ -58,6 +58,11 @@ pub fn random() -> Result<[u8; 32], String> {
     Ok(bytes)
 }
 
+/// A random text for [`VARIABLE`].
+pub fn random_text() -> Result<String, String> {
+    Ok(blake3::Hash::from_bytes(random()?).to_hex().to_string())
+}
+
 /// Where the processes of a run have their key from.
 pub enum Source {
     /// The launcher, or MPI.

@@ -18,3 +18,4 @@ mod transport;
 
 pub use group::{Processes, ROUND};
 pub use join::{Neighbors, join};
+pub use key::{VARIABLE as KEY_VARIABLE, random_text as random_key};

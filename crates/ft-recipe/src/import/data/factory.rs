@@ -140,16 +140,15 @@ fn of_entry(
     }
     let sharegpt = get("formatting").is_some_and(|f| f == "sharegpt" || f == "openai");
     source.format(if sharegpt { "messages" } else { "alpaca" });
+    // the last of the messages is the answer
     let answered = sharegpt && task == Task::Kto;
-    if answered {
-        advice.push(format!("{name}: messages end with the answer: write prompt and completion"));
-    } else if reads_pairs(task) {
+    if reads_pairs(task) && !answered {
         let prompt = if sharegpt { "conversations" } else { "instruction" };
         source.fields.insert("prompt".into(), prompt.into());
     }
     for (theirs, value) in entry.get("columns").and_then(Value::as_object).into_iter().flatten() {
         let ours = match theirs.as_str() {
-            "messages" if answered => continue,
+            "messages" if answered => theirs.as_str(),
             "prompt" | "messages" if reads_pairs(task) => "prompt",
             "response" if reads_pairs(task) => "completion",
             "kto_tag" if reads_pairs(task) => "label",
