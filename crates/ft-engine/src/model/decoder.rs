@@ -156,7 +156,7 @@ pub struct Builder<'a> {
     weights: &'a mut dyn Weights,
 }
 
-/// Table of the embedding, slot of its gradient, rows that train.
+/// Embedding table, gradient slot, trained rows.
 type Table = (Tensor, Option<Slot>, Option<Rows>);
 
 impl<'a> Builder<'a> {

@@ -55,21 +55,8 @@ impl Interval {
         match self {
             Interval::Steps(0) => 0,
             Interval::Steps(n) => (done / n) as u128,
-            Interval::Percent(_) => (done / self.steps_of(steps)) as u128,
+            Interval::Percent(percent) => (done / share(percent, steps)) as u128,
             Interval::Epoch(parts) => taken * u128::from(parts) / rows.max(1) as u128,
-        }
-    }
-
-    /// Steps of a share of `all` steps, rounded up.
-    fn steps_of(self, all: usize) -> usize {
-        match self {
-            Interval::Percent(percent) => {
-                // without the rounding of a whole number of steps
-                let steps = all as f64 * percent / 100.0 * (1.0 - 1e-12);
-                (steps.ceil() as usize).max(1)
-            }
-            Interval::Steps(n) => n.max(1),
-            Interval::Epoch(_) => all.max(1),
         }
     }
 
@@ -78,14 +65,23 @@ impl Interval {
         let before_last = steps.map(|n| n.saturating_sub(1));
         match self {
             Interval::Steps(0) => Some(0),
-            Interval::Percent(percent) if steps.is_none() => Some((100.0 / percent).ceil() as u64),
+            Interval::Steps(n) => Some(before_last? / n as u64),
+            Interval::Percent(percent) => Some(match steps.and_then(|n| usize::try_from(n).ok()) {
+                Some(steps) => steps.saturating_sub(1) / share(percent, steps),
+                None => (100.0 / percent).ceil() as usize,
+            } as u64),
             Interval::Epoch(parts) => {
                 let ends = epochs.map(|epochs| ((epochs * f64::from(parts)).ceil() as u64).saturating_sub(1));
                 ends.into_iter().chain(before_last).min()
             }
-            _ => Some(before_last? / self.steps_of(usize::try_from(steps?).ok()?) as u64),
         }
     }
+}
+
+/// A share of `all` steps, rounded up; the rounding of the product itself makes no further step.
+fn share(percent: f64, all: usize) -> usize {
+    let steps = all as f64 * percent / 100.0 * (1.0 - 1e-12);
+    (steps.ceil() as usize).max(1)
 }
 
 impl From<usize> for Interval {

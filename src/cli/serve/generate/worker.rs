@@ -35,8 +35,8 @@ pub trait Backend {
 }
 
 /// Answers with one replica until the queue closes or the replica fails. When serving a run, checks for a
-/// newer checkpoint before each answer, unless another replica is loading one; a request that names a step waits for
-/// that.
+/// newer checkpoint before each answer, unless another replica is loading one. A request with a step in its model name
+/// waits for the end of the loading.
 ///
 /// # Errors
 /// A device failure.

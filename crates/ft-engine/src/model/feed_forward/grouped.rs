@@ -132,7 +132,7 @@ impl GroupedLinear {
         if all.iter().all(|l| l.drops(ctx).is_none()) {
             return grouped::low(all.map(|l| (&l.table, x)), s);
         }
-        // one after the other, since each has rows of its own
+        // sequentially: the rows differ
         let mut low = [const { None }; N];
         for (low, l) in low.iter_mut().zip(all) {
             let dropped = l.drops(ctx).map(|key| grouped::drop_out(&l.table, x, None, key, s)).transpose()?;

@@ -72,7 +72,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             let done = move |round| known.done(round);
             let known = Arc::clone(&monitor);
             let broken = move |peer: usize, e: std::io::Error| {
-                // Rank 0 names a process that has died, or that reports its own error: the first cause is kept.
+                // The first cause is kept: rank 0 reports a dead process, or the error of a live one.
                 known.wait_for_failure(CAUSE);
                 let why = format!("its connection for values to rank {rank} broke: {e}");
                 known.fail(known.error(peer, why, ExitCode::LostRank), false);

@@ -174,7 +174,7 @@ impl Reader {
             None => self.root = self.root.take().or(Some(value)),
             Some(Open { value: Value::Array(list), .. }) => list.push(value),
             Some(Open { value: Value::Object(table), key, .. }) => match (key.take(), value) {
-                // a merge key: what the table has itself stays, then what earlier tables have
+                // a merge key: the table's own keys win, then earlier tables
                 (Some(k), merged) if k == "<<" && merges(&merged) => {
                     let tables = match merged {
                         Value::Array(list) => list,
