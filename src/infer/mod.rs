@@ -31,5 +31,5 @@ pub use follow::Follower;
 pub use model::{Model, ModelOptions, Replica};
 pub use options::{LoadOptions, usage, words};
 pub use prompt::Prompter;
-pub use run_folder::recipe_of;
+pub use run_folder::{check_moved, recipe_of};
 pub use source::Source;

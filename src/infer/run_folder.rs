@@ -1,9 +1,11 @@
 //! The recipe of a run folder.
 
 use crate::log::read_metrics;
-use crate::train::Job;
 use crate::train::job::hash::model_hash;
 use crate::train::job::of_task;
+use crate::train::layout::is_run;
+use crate::train::{Error, Job};
+use ft_base::store::folder_of;
 use ft_engine::model::Config;
 use ft_hub::Want;
 use ft_recipe::{Init, Recipe, Reference};
@@ -62,6 +64,24 @@ pub fn run_recipe(run: &Path, set: &[String]) -> ft_base::Result<Recipe> {
 pub fn run_base(run: &Path, written: &str) -> Option<String> {
     let begun = begun(run).filter(|begun| begun["model"]["source"] == written)?;
     from_here(&folders(&begun), written)
+}
+
+/// Checks a resumption by the recipe in a run folder, which may have moved: a relative path must lead to its base.
+///
+/// # Errors
+/// A base that is only where the run began.
+pub fn check_moved(file: &Path, recipe: &Recipe) -> ft_base::Result<()> {
+    let (run, source) = (folder_of(file), &recipe.model.source);
+    if !is_run(run) || recipe.resolve(source).exists() {
+        return Ok(());
+    }
+    let Some(base) = run_base(run, source) else { return Ok(()) };
+    let output = run.canonicalize().unwrap_or_else(|_| run.into());
+    let why = format!(
+        "model.source: {source:?} is not there; the run began with {base}\n  hint: model.source={base:?} \
+         run.output={output:?}, and the recipe's other relative paths likewise"
+    );
+    Err(Error::at(recipe, "model.source", why).into())
 }
 
 /// Whether the model in `base` has another config or other weights than the one that a run began with; `None` if the

@@ -71,9 +71,7 @@ fn unserved(server: &[OneDevice], count: usize) -> usize {
 /// sums, and so the bits of the result.
 fn earlier(recipe: &Recipe, ranks: usize) -> Option<Vec<String>> {
     let p = Recipe::load(&recipe.run.output.join("recipe.toml"), &[]).ok()?.parallel;
-    let (data, pipeline, context) = (p.data, p.pipeline, p.context);
-    let layout = Layout { data, pipeline, context, tensor: p.tensor, expert: p.expert, zero: p.zero };
-    let set = layout.settings();
+    let set = Layout::of(&p).settings();
     // its micro-batches were the plan's if those of the recipe do not divide
     let planned = [&set[..], &["run.micro_rows=auto".to_string()]].concat();
     let legal = [set, planned].into_iter().find(|set| recipe.with(set).is_ok());

@@ -26,13 +26,15 @@ pub enum Error {
     /// A resumed run would compute something other than the checkpointed run.
     #[error(
         "{dir}: cannot go on: what decides the mathematics has changed since the \
-            checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each"
+            checkpoint\n{changes}\n  hint: {hint}"
     )]
     Changed {
         /// The run folder.
         dir: String,
         /// One line per change.
         changes: String,
+        /// Suggested remedy.
+        hint: &'static str,
     },
     /// A checkpoint is unreadable or does not fit this run.
     #[error("{path}: {why}")]

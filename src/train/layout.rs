@@ -3,7 +3,7 @@
 use crate::log::last_event;
 use crate::report::CARD;
 use ft_engine::adapters::Selection;
-use ft_engine::files::{MODEL_FILES, TOKENIZER_FILES};
+use ft_engine::files::{MODEL_FILES, TOKENIZER_FILES, TensorFiles};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +24,14 @@ pub fn end_of(run: &Path) -> Option<Value> {
 /// Folder of the result in a run folder.
 pub fn result_dir(selection: &Selection, dir: &Path) -> PathBuf {
     dir.join(if selection.everything_full() { MODEL } else { ADAPTER })
+}
+
+/// Whether the folder of a result has its config, and weights with sound headers.
+pub fn is_whole(result: &Path) -> bool {
+    let has = |file: &str| result.join(file).is_file();
+    let weights = || TensorFiles::open_file(&result.join("adapter_model.safetensors"));
+    has("adapter_config.json") && weights().is_ok()
+        || has("config.json") && TensorFiles::open_model(result).is_ok()
 }
 
 /// Possible folder names of a result.

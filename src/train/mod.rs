@@ -50,6 +50,6 @@ pub use merge::compare;
 pub use output::logits_apart;
 pub use preference::reference_model;
 pub use ranks::{carries_nothing, check as check_ranks, check_comm};
-pub use run::{Options, Outcome, log, run, server, signals};
+pub use run::{Options, Outcome, check_writable, log, run, server, signals};
 pub use session::{Run, Session};
 pub use step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};

@@ -6,7 +6,7 @@ use super::remote::download;
 use super::request::{Kind, ModelDir, Want};
 use super::settings::Settings;
 use ft_base::store::{self, INDEX, SINGLE};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Finds a model: a local folder, or `OWNER/NAME` on the hub. Downloads missing files up to level `want`.
 ///
@@ -38,7 +38,14 @@ pub fn fetch_model_with(
             return Err(Error::IsAdapter { place: dir.display().to_string() });
         }
         if !has(CONFIG) {
-            return Err(Error::NoLocalFile { dir, file: CONFIG, hint: "; a model's folder has one" });
+            let hint = match inner(&dir) {
+                Some(MODEL_FOLDER) => "; its folder model has one\nhint: name that folder",
+                Some(_) => {
+                    "; its folder adapter has an adapter\nhint: name that folder in lora.init, or a merge of it here"
+                }
+                None => "; a model's folder has one",
+            };
+            return Err(Error::NoLocalFile { dir, file: CONFIG, hint });
         }
         return Ok(ModelDir { dir, source: source.into(), revision: None, notes: Vec::new() });
     }
@@ -73,16 +80,29 @@ pub fn fetch_adapter_with(
                 let place = dir.display().to_string();
                 return Err(Error::PickleOnly { place, file: "adapter_model.bin".into() });
             }
-            let hint = if dir.join(CONFIG).is_file() {
-                "; it has config.json: a model, not an adapter"
-            } else {
-                "; an adapter's folder has one"
+            let hint = match inner(&dir) {
+                _ if dir.join(CONFIG).is_file() => "; it has config.json: a model, not an adapter",
+                Some(MODEL_FOLDER) => {
+                    "; its folder model has a model, not an adapter\nhint: name it in model.source"
+                }
+                Some(_) if file == ADAPTER[0] => "; its folder adapter has one\nhint: name that folder",
+                _ => "; an adapter's folder has one",
             };
             return Err(Error::NoLocalFile { dir, file, hint });
         }
         return Ok(dir);
     }
     from_hub(settings, source, revision, Kind::Adapter, progress).map(|found| found.dir)
+}
+
+/// Names of the result in the folder of a run.
+const MODEL_FOLDER: &str = "model";
+const ADAPTER_FOLDER: &str = "adapter";
+
+/// The subfolder with a model or an adapter, if a folder has one, as that of a run.
+fn inner(dir: &Path) -> Option<&'static str> {
+    let folders = [(MODEL_FOLDER, CONFIG), (ADAPTER_FOLDER, ADAPTER[0])];
+    folders.into_iter().find(|(folder, file)| dir.join(folder).join(file).is_file()).map(|(folder, _)| folder)
 }
 
 /// The local folder of a source; `None` for a hub id.

@@ -65,6 +65,29 @@ fn local_adapters_need_their_two_files() {
     assert_eq!(fetch().unwrap(), dir.path());
 }
 
+/// The folder of a run has its result in a subfolder.
+#[test]
+fn the_folder_of_a_run_leads_to_its_result() {
+    let dir = tempfile::tempdir().unwrap();
+    let s = settings(dir.path(), "http://127.0.0.1:1");
+    let source = dir.path().display().to_string();
+    let told = || {
+        let model = fetch_model_with(&s, &source, "main", Want::Config, false).unwrap_err();
+        let adapter = fetch_adapter_with(&s, &source, "main", false).unwrap_err();
+        [model.to_string(), adapter.to_string()]
+    };
+    assert!(told().iter().all(|error| !error.contains("hint:")), "{:?}", told());
+    for (folder, config, said) in [
+        ("adapter", "adapter_config.json", ["folder adapter has an adapter", "folder adapter has one"]),
+        ("model", "config.json", ["folder model has one", "folder model has a model"]),
+    ] {
+        fs::create_dir(dir.path().join(folder)).unwrap();
+        fs::write(dir.path().join(folder).join(config), "{}").unwrap();
+        assert!(told().iter().zip(said).all(|(error, said)| error.contains(said)), "{:?}", told());
+        fs::remove_dir_all(dir.path().join(folder)).unwrap();
+    }
+}
+
 #[cfg(not(feature = "hub"))]
 #[test]
 fn a_hub_id_without_the_hub_feature_says_so() {

@@ -8,12 +8,13 @@ use crate::model::{Target, machine, quantization, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_base::store::json::short;
-use ft_engine::adapters::{self, PeftConfig, Selection, Trained, initial};
+use ft_engine::adapters::{self, PeftConfig, Selection, Trained, TrainedPart, initial};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Module;
 use ft_engine::model::units::partition;
 use ft_engine::params::buffers::moments::is_large;
+use ft_engine::params::buffers::projected::Projection;
 use ft_engine::params::buffers::{Split, cut_module};
 use ft_engine::params::build::check_full;
 use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
@@ -21,7 +22,7 @@ use ft_engine::ranks::Mesh;
 use ft_hub::Settings;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
-use ft_recipe::{LoraSpec, Products, Quantize, Recipe, Weights};
+use ft_recipe::{Decay, LoraSpec, Products, Quantize, Recipe, Weights};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -36,17 +37,31 @@ pub struct Resolved {
 }
 
 impl Resolved {
-    /// Selects the trained modules with `select`, after a check of config and recipe. `select` gives the config the
-    /// layout of an adapter.
+    /// As [`Self::frozen`], for training.
     ///
     /// # Errors
-    /// As [`check_model`], [`check_experts`] and [`check_stages`]; a score head of another task; errors of `select`.
+    /// As [`check_model`] and [`Self::frozen`].
     pub fn new(
         recipe: &Recipe,
         config: Config,
         select: impl FnOnce(&mut Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
-        check_model(recipe, &config)?;
+        check_noise(recipe, &config)?;
+        Self::frozen(recipe, config, select)
+    }
+
+    /// Selects modules with `select`, after a check of config and recipe. `select` gives the config the layout of an
+    /// adapter. Dropout and noise of the model's own have no effect on a model that does not train.
+    ///
+    /// # Errors
+    /// As [`check_model`] but for dropout and noise, [`check_experts`] and [`check_stages`]; a score head of another
+    /// task; errors of `select`.
+    pub fn frozen(
+        recipe: &Recipe,
+        config: Config,
+        select: impl FnOnce(&mut Config) -> ft_base::Result<Selection>,
+    ) -> ft_base::Result<Self> {
+        check_keys(recipe, &config)?;
         check_experts(recipe, &config)?;
         check_stages(recipe, &config)?;
         let mut config = of_task(recipe, config)?;
@@ -85,14 +100,30 @@ impl Resolved {
     }
 }
 
+/// Key of the changes to config.json.
+const OVERRIDE: &str = "model.override";
+
 /// Refuses keys that the model does not allow, and matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// Dropout or noise of the model's own; `parallel.context` above 1 with linear attention, longrope or dynamic; answers
-/// during a run with `parallel.pipeline` above 1 and layers that share state; router losses without routers;
-/// `parallel.tensor` above 1 with another number of heads or width.
+/// Dropout or noise of the model's own; `model.override` with keys that the model does not read; `parallel.context`
+/// above 1 with linear attention, longrope or dynamic; answers during a run with `parallel.pipeline` above 1 and layers
+/// that share state; router losses without routers; `parallel.tensor` above 1 with another number of heads or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     check_noise(recipe, config)?;
+    check_keys(recipe, config)
+}
+
+/// Refuses keys of `model.override` that ft does not know, or that the model does not read.
+pub fn check_override(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let Some((key, why)) = config.idle_overrides.first() else { return Ok(()) };
+    let key = format!("{OVERRIDE}.{key}");
+    Err(Error::Ignored(format!("{}: {key}: {why}", recipe.place(&key))))
+}
+
+/// As [`check_model`], but for dropout and noise.
+fn check_keys(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    check_override(recipe, config)?;
     match unsuited(recipe, config) {
         Some(key) => Err(key.error(recipe)),
         None => check_tensor(recipe, config),
@@ -101,10 +132,9 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 
 /// Refuses dropout and noise of the model's own: training has none.
 fn check_noise(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    const OVERRIDE: &str = "model.override";
     let shown = |key: &str| format!("{key} = {}", config.key(key).map(short).unwrap_or_default());
     let given: Vec<String> = config.noise().map(shown).collect();
-    // Another model as a reference trains on nothing.
+    // Without training data, the recipe of a run is opened for inference.
     if given.is_empty() || recipe.data.train.is_empty() {
         return Ok(());
     }
@@ -425,6 +455,8 @@ pub fn selection(
         Selection::from_rules(config, &recipe.train)?
     };
     selection.notes.extend(balancing_note(recipe, config));
+    let idle = idle_notes(recipe, &selection);
+    selection.notes.extend(idle);
     if selection.parts().is_empty() {
         return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
@@ -451,6 +483,42 @@ fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
          to train without",
         recipe.place("router.aux_loss")
     ))
+}
+
+/// Warnings about keys without effect on what trains.
+fn idle_notes(recipe: &Recipe, selection: &Selection) -> Vec<String> {
+    let (o, parts, layers) = (&recipe.optimizer, selection.parts(), selection.layers);
+    let mut notes = Vec::new();
+    let mut note = |key: &str, why: String| notes.push(format!("{}: {key} {why}", recipe.place(key)));
+    let how = Projection { rank: o.galore_rank, eight_bit: false };
+    let is_projected = |t: &TrainedPart<'_>| how.takes(t.part, t.shape(), t.module.unit(layers), layers + 2);
+    if o.name.projects() && !parts.iter().any(is_projected) {
+        let why = format!(
+            "= \"{}\" projects nothing: no matrix of a layer trains in full with both dimensions above \
+             optimizer.galore_rank = {}\n  hint: a smaller galore_rank, or optimizer.name = \"adamw\"",
+            o.name.word(),
+            o.galore_rank
+        );
+        note("optimizer.name", why);
+    }
+    if let Some(init) = recipe.lora.init.decomposition() {
+        let left = selection.loras().filter(|(m, _)| !initial::from_base(recipe, m));
+        let left: BTreeSet<&str> = left.map(|(m, _)| m.last()).collect();
+        if !left.is_empty() {
+            let names: Vec<&str> = left.into_iter().collect();
+            let why = format!("does nothing for {}: LoRA starts as with \"default\" there", names.join(", "));
+            note("lora.init", format!("= \"{}\" {why}", init.word()));
+        }
+    }
+    if o.lr_scale_b != 1.0 && !parts.iter().any(|t| t.plus) {
+        let why = "does nothing: no LoRA trains but on embeddings\n  hint: leave it out";
+        note("optimizer.lr_scale_b", why.into());
+    }
+    if o.weight_decay != 0.0 && o.decay == Decay::Matrices && !parts.iter().any(|t| t.matrix) {
+        let hint = "leave it out, or write optimizer.decay = \"all\"";
+        note("optimizer.weight_decay", format!("does nothing: no matrix trains\n  hint: {hint}"));
+    }
+    notes
 }
 
 /// As [`selection`], from the config of the adapter alone; gives `config` its layout. Beside rules, a missing adapter
@@ -493,6 +561,69 @@ mod tests {
             let config = Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())?;
             let e = check_model(&recipe, &config).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(e.contains("attention_dropout = 0.1") && e.contains(told), "{family}: {e}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn an_override_without_effect_is_refused_by_key_and_line() -> anyhow::Result<()> {
+        for (set, told) in [
+            ("sliding_window = 4", "r.toml:4:18: model.override.sliding_window: models of llama do not"),
+            ("rms_norm_ep = 0.5", "model.override.rms_norm_ep: ft does not know this key"),
+        ] {
+            let text = format!(
+                "[model]\nsource = \"m\"\n[model.override]\n{set}\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+                 train = [{{ source = \"x\", format = \"text\" }}]\n"
+            );
+            let recipe = Recipe::parse(&text, "r.toml", &[])?;
+            let raw = json!({"model_type": "llama"}).as_object().cloned().unwrap_or_default();
+            let config = Config::overridden("config.json", raw, &recipe.model.overrides)?;
+            let e = check_model(&recipe, &config).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(e.contains(told), "{e}");
+        }
+        Ok(())
+    }
+
+    /// By what trains; with effect on a part, nothing is said.
+    #[test]
+    fn keys_without_effect_on_what_trains_are_told() -> anyhow::Result<()> {
+        let raw = json!({"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
+            "tie_word_embeddings": false});
+        let config = Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())?;
+        let notes = |rule: &str, set: &str| -> anyhow::Result<Vec<String>> {
+            let text = format!(
+                "[model]\nsource = \"m\"\n[[train]]\n{rule}\n[data]\n\
+                 train = [{{ source = \"x\", format = \"text\" }}]\n"
+            );
+            let set: Vec<String> = set.split(' ').map(String::from).collect();
+            let recipe = Recipe::parse(&text, "r.toml", &set)?;
+            Ok(idle_notes(&recipe, &Selection::from_rules(&config, &recipe.train)?))
+        };
+        let full = |of: &str| format!("modules = [\"{of}\"]\nmethod = \"full\"");
+        let lora = |of: &str| format!("modules = {of}");
+        let galore = "optimizer.name=galore optimizer.galore_rank=";
+        for (rule, set, told) in [
+            (full("mlp"), format!("{galore}32"), "optimizer.name = \"galore\" projects nothing"),
+            (full("head"), format!("{galore}4"), "projects nothing"),
+            (full("mlp"), format!("{galore}31"), ""),
+            (lora("[\"embedding\"]"), "lora.init=pissa".into(), "\"pissa\" does nothing for embed_tokens: "),
+            (lora("[\"embedding\", \"q_proj\"]"), "lora.init=olora".into(), "for embed_tokens: "),
+            (lora("[\"head\"]"), "lora.init=pissa".into(), ""),
+            (
+                lora("[\"head\"]"),
+                "lora.init=loftq model.quantize=nf4".into(),
+                "lora.init = \"loftq\" does nothing for lm_head",
+            ),
+            (lora("[\"embedding\"]"), "optimizer.lr_scale_b=4".into(), "optimizer.lr_scale_b does nothing"),
+            (lora("[\"embedding\", \"q_proj\"]"), "optimizer.lr_scale_b=4".into(), ""),
+            (full("norms"), "optimizer.weight_decay=0.1".into(), "optimizer.weight_decay does nothing"),
+            (full("norms"), "optimizer.weight_decay=0.1 optimizer.decay=all".into(), ""),
+            (full("mlp"), "optimizer.weight_decay=0.1".into(), ""),
+        ] {
+            let found = notes(&rule, &set)?;
+            assert_eq!(found.len(), usize::from(!told.is_empty()), "{rule} {set}: {found:?}");
+            assert!(found.iter().all(|n| n.contains(told)), "{rule} {set}: {found:?}");
         }
         Ok(())
     }

@@ -583,7 +583,7 @@ fn the_pass_of_the_reference_takes_its_share_of_a_step() -> anyhow::Result<()> {
     let mut p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[], false)?;
     let work = Some(2.0 * p.step_work());
     p.reference = Some(workload::ReferencePass { other: None, samples: None, work });
-    let step = rates::Range { low: 3.0, high: 5.0, source: rates::Source::Measured };
+    let step = rates::Range { low: 3.0, high: 5.0, source: rates::Source::Measured("") };
     assert_eq!(p.json(Some(step))["reference"]["seconds"], serde_json::json!([6.0, 10.0]));
     Ok(())
 }

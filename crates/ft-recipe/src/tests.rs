@@ -283,6 +283,21 @@ fn keys_without_effect_are_told() {
     assert!(r.warnings(cpu)[0].contains("generate.max_new_tokens does nothing"));
 }
 
+/// Intervals beyond the run, warm-up of the whole run, masks of rows with labels.
+#[test]
+fn values_that_never_act_are_told() {
+    let warned =
+        |set: &[&str], says: &str| ok(set).warnings(Facts::default()).iter().any(|w| w.contains(says));
+    let says = "optimizer.schedule does nothing with warmup_ratio";
+    assert!(warned(&["optimizer.warmup_ratio=1.0", "optimizer.schedule=linear"], says));
+    assert!(!warned(&["optimizer.warmup_ratio=0.5", "optimizer.schedule=linear"], says));
+    for key in ["data.mask", "data.train.0.mask"] {
+        let (none, says) = (format!("{key}=none"), format!("{key} does nothing: the labels"));
+        assert!(warned(&["data.train.0.format=tokens", &none], &says), "{key}");
+        assert!(!warned(&["data.train.0.format=text", &none], &says), "{key}");
+    }
+}
+
 /// Keys with an effect that other keys do not show.
 #[test]
 fn keys_with_an_effect_are_accepted() {

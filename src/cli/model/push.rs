@@ -4,7 +4,7 @@ use crate::cli::console::print;
 use crate::infer::{Source, usage};
 use crate::report::{CARD, card, is_hub_id, is_untouched, json_of, text_of};
 use crate::train::layout::{is_of_adapter, is_of_model};
-use ft_base::store;
+use ft_base::store::{self, INDEX, SINGLE, index};
 use ft_base::terminal::{tell, warn};
 use ft_hub::{Push, Settings};
 use std::path::{Path, PathBuf};
@@ -40,6 +40,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let dir = result(&source)?;
     let run = source.run.as_deref();
     let (mut files, left) = files(dir)?;
+    check_whole(dir, &files, run)?;
     // a generated card does not know the repository: regenerate it
     let own = text_of(dir, CARD).filter(|text| !is_untouched(text));
     let mut texts = Vec::new();
@@ -125,6 +126,27 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
     go.sort();
     left.sort();
     Ok((go, left))
+}
+
+/// Refuses an adapter or a model of which config or weights are not among the files to upload.
+fn check_whole(dir: &Path, files: &Files, run: Option<&Path>) -> ft_base::Result<()> {
+    let has = |name: &str| files.iter().any(|(file, _)| file == name);
+    let is_gguf = || files.iter().any(|(file, _)| file.ends_with(".gguf"));
+    let mut wanted = vec!["config.json".to_string()];
+    if has(INDEX) && !has(SINGLE) {
+        wanted.extend(index::read(dir, INDEX)?.into_values());
+    } else if !has(SINGLE) && dir.join("adapter_config.json").is_file() {
+        wanted = ["adapter_config.json", "adapter_model.safetensors"].map(String::from).into();
+    } else if !is_gguf() {
+        wanted.push(SINGLE.into());
+    }
+    let Some(file) = wanted.into_iter().find(|file| !has(file)) else { return Ok(()) };
+    let hint = match run {
+        _ if dir.join(&file).is_symlink() => "it is a link out of the folder, not followed: put a copy there",
+        Some(_) => "ft run RECIPE --resume writes the result of a run again",
+        None => "put it back: the others are of no use without it",
+    };
+    Err(usage(format!("{}: no {file} to upload\n  hint: {hint}", dir.display())))
 }
 
 /// Warns if an adapter names a local folder as base.

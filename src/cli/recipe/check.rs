@@ -4,7 +4,6 @@ use super::summary::Found;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print_wrapped;
 use crate::cli::train::processes;
-use crate::infer::usage;
 use crate::train::{self, Job, job, log, reference_model, rows, server, sources};
 use ft_base::error::{Error, ExitCode};
 use ft_base::terminal::warn;
@@ -16,9 +15,7 @@ use ft_hub::{Settings, Want};
 use ft_kernels::cuda;
 use ft_plan::{Plan, Resolved, Target, Workload, Workloads, resolve, source};
 use ft_recipe::{Device, Part, Recipe, Source, Weights};
-use rustix::fs::Access;
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 
 /// Arguments of `ft check`.
@@ -189,14 +186,7 @@ impl Check<'_> {
         };
         self.keep(ranks);
         self.keep(log::check(recipe));
-        let there = std::path::absolute(&recipe.run.output).unwrap_or_default();
-        if let Some(there) = there.ancestors().find(|p| p.exists())
-            && let Some(why) = not_writable(there)
-        {
-            let place = recipe.place("run.output");
-            let there = there.display();
-            self.errors.push(usage(format!("{place}: {there} {why}\n  hint: another run.output")));
-        }
+        self.keep(train::check_writable(recipe));
         (cuda, device)
     }
 
@@ -253,7 +243,10 @@ impl Check<'_> {
             if !bad {
                 rows::tell_few(recipe, train);
                 let batches = self.keep(rows::batches(recipe, train));
-                batches.iter().for_each(|b| rows::tell_unsaved(&recipe.run, b));
+                if let Some(b) = &batches {
+                    rows::tell_unsaved(&recipe.run, b);
+                    rows::tell_beyond(recipe, b);
+                }
                 found.steps = batches.map(|b| b.steps());
             }
         }
@@ -329,14 +322,6 @@ impl Check<'_> {
             adapter: adapter.map(Arc::new),
         };
         self.keep(reference_model::check(&job));
-    }
-}
-
-/// Why no folder can be made in a folder.
-fn not_writable(dir: &Path) -> Option<&'static str> {
-    match dir.is_dir() {
-        false => Some("is no folder"),
-        true => rustix::fs::access(dir, Access::WRITE_OK).is_err().then_some("is not writable"),
     }
 }
 

@@ -46,6 +46,7 @@ fn show(args: &Args, problems: &mut Vec<Error>) -> ft_base::Result<()> {
     }
     let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;
     let config = job::config(&model.dir, &recipe.model.overrides)?;
+    job::check_override(&recipe, &config)?;
     let adapter = job::adapter(&settings, &recipe, true)?;
     let tokenizer = job::tokenizer(&recipe, &model.dir, adapter.as_ref())?;
     let template = tokenizer.as_ref().is_some_and(Tokenizer::has_template);

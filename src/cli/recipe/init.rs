@@ -38,9 +38,9 @@ pub struct Args {
     /// With --task classify: names of the classes, separated by commas
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     labels: Vec<String>,
-    /// The training data: file, folder, pattern or hub dataset; asked for if not given
+    /// The training data: file, folder, pattern or hub dataset; again for each further source; asked for if not given
     #[arg(long)]
-    data: Option<String>,
+    data: Vec<String>,
     /// How to train; asked for if not given
     #[arg(long, value_parser = words(METHODS, |w| Some(w.to_string())))]
     method: Option<String>,
@@ -64,8 +64,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     let any = |answer: &str| Ok(answer.to_string());
     let model = ask(args.model.as_deref(), ("Model (hub id or folder)", "Qwen/Qwen3-0.6B"), any)?;
-    let data = "Training data (file, folder, pattern or hub dataset)";
-    let data = ask(args.data.as_deref(), (data, "data/train.jsonl"), any)?;
+    let question = ("Training data (file, folder, pattern or hub dataset)", "data/train.jsonl");
+    let data = if args.data.is_empty() { vec![ask(None, question, any)?] } else { args.data.clone() };
     let methods = METHODS.iter().map(|(w, what)| format!("{w}: {what}")).collect::<Vec<_>>().join("; ");
     let method = ask(args.method.as_deref(), (&format!("Method ({methods})"), "lora"), method_of)?;
     let memory = "Memory of the card, such as 24GB, or its name, such as L4 (free: the free memory)";
@@ -74,9 +74,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
     }
     let of = |(task, labels): &(Task, Vec<String>), measured: &Measured, config: Option<&Config>| {
-        let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
-        let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
-        let recipe = text((*task, &model), &source, &method, &memory, config, measured.length);
+        let recipe =
+            text((*task, &model), &measured.sources(&data), &method, &memory, config, measured.length);
         task_text(*task, labels) + &recipe
     };
     // invalid answers are reported before anything is written
@@ -210,7 +209,7 @@ fn task_text(task: Task, labels: &[String]) -> String {
 /// The recipe with comments on the keys. `config` is the model's, if it is available.
 fn text(
     (task, model): (Task, &str),
-    source: &str,
+    sources: &str,
     method: &str,
     memory: &str,
     config: Option<&Config>,
@@ -238,7 +237,7 @@ fn text(
         _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
     };
     let Length { pack, batch_rows, epochs, steps, evaluates } = length.unwrap_or_default();
-    out += &format!("\n[data]\ntrain = [{source}]         # the format was found by the first row\n");
+    out += &format!("\n[data]\ntrain = [{sources}]         # the format was found by the first row\n");
     if evaluates {
         out += "eval_share = 0.02                 # of the rows: evaluated on, not trained on\n";
     }

@@ -47,31 +47,40 @@ impl Length {
     }
 }
 
-/// What a source is to a recipe.
+/// What sources are to a recipe.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
-    /// Recipe keys of the source.
-    pub keys: String,
+    /// Recipe keys of each source.
+    keys: Vec<String>,
     /// Length of the run; `None` if the data or the tokenizer is not at hand, or the data is large.
     pub length: Option<Length>,
 }
 
-/// The task of the recipe's only source, by its first row, and the names of classes; supervised fine-tuning if it is
-/// not at hand, or unknown. Texts with few labels are to be classified.
+/// The task of the recipe's first source, by its first row, and the names of classes; supervised fine-tuning if it is
+/// not at hand, or unknown. Texts with few labels, in all sources, are to be classified.
 pub(super) fn task_of(recipe: &Recipe) -> (Task, Vec<String>) {
     let resolve = |s: &str| recipe.folder.join(s);
     let task = |source: &Source| ft_data::task_of(source, &resolve).ok();
-    let source = recipe.data.train.first();
-    let task = source.and_then(task).unwrap_or(Task::Sft);
-    let is_small = |source: &&Source| {
+    let sources = &recipe.data.train;
+    let task = sources.first().and_then(task).unwrap_or(Task::Sft);
+    let is_small = |source: &Source| {
         let is_here = ft_data::is_hub_id(&source.source).is_none() || resolve(&source.source).exists();
         is_here && ft_data::find(source, &resolve).is_ok_and(|files| bytes(&files) <= LARGEST)
     };
     let classes = |source: &Source| ft_data::classes_of(source, &resolve).ok().flatten();
-    match source.filter(|_| task == Task::Sft).filter(is_small).and_then(classes) {
-        Some(names) => (Task::Classify, names),
-        None => (task, Vec::new()),
+    if task != Task::Sft || !sources.iter().all(is_small) {
+        return (task, Vec::new());
     }
+    let Some(all) = sources.iter().map(classes).collect::<Option<Vec<_>>>() else {
+        return (task, Vec::new());
+    };
+    let mut names: Vec<String> = Vec::new();
+    for name in all.into_iter().flatten() {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    (Task::Classify, names)
 }
 
 /// Unpacked bytes of data files.
@@ -80,35 +89,47 @@ fn bytes(files: &[PathBuf]) -> u64 {
     files.iter().map(size).fold(0, u64::saturating_add)
 }
 
-/// Whether the only problem is a single sample, beside which none can be held out.
-fn is_alone(checked: &Checked) -> bool {
-    let is_one = checked.train.as_ref().is_some_and(|data| data.samples.len() == 1);
+/// Whether the only problem is a single sample in each source, beside which none can be held out.
+fn is_alone(checked: &Checked, sources: usize) -> bool {
+    let is_one = checked.train.as_ref().is_some_and(|data| data.samples.len() == sources);
     is_one && checked.eval.is_none() && checked.problems.len() == 1 && checked.more == 0
 }
 
 impl Measured {
-    /// Reads the recipe's only source, as far as data and tokenizer are at hand, and warns about it. After an error,
-    /// the keys found before it are there.
+    /// The sources at these places as tables of a recipe.
+    pub fn sources(&self, places: &[String]) -> String {
+        let source = |(i, place): (usize, &String)| {
+            let keys = self.keys.get(i).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
+            format!("{{ source = {}{keys} }}", toml::Value::from(place.as_str()))
+        };
+        places.iter().enumerate().map(source).collect::<Vec<_>>().join(",\n         ")
+    }
+
+    /// Reads the recipe's sources, as far as data and tokenizer are at hand, and warns about them. After an error, the
+    /// keys found before it are there.
     ///
     /// # Errors
     /// Data that is not there, of unknown form, or that the model cannot be trained on.
     pub fn read(&mut self, recipe: &Recipe, found: Option<&Found>) -> ft_base::Result<()> {
         let mut recipe = recipe.clone();
-        let resolve = |s: &str| recipe.folder.join(s);
-        let Some(source) = recipe.data.train.first() else { return Ok(()) };
-        if ft_data::is_hub_id(&source.source).is_some() && !resolve(&source.source).exists() {
-            return Ok(());
+        let folder = recipe.folder.clone();
+        let resolve = |s: &str| folder.join(s);
+        let (mut all_here, mut total) = (true, 0_u64);
+        for source in &mut recipe.data.train {
+            if ft_data::is_hub_id(&source.source).is_some() && !resolve(&source.source).exists() {
+                all_here = false;
+                self.keys.push(String::new());
+                continue;
+            }
+            total = total.saturating_add(bytes(&ft_data::find(source, &resolve)?));
+            let shape = match recipe.task.format() {
+                Some(format) => ft_data::shape_in(format, source, &resolve)?,
+                None => ft_data::detect(source, &resolve)?,
+            };
+            self.keys.push(shape.keys());
+            (source.format, source.fields) = (Some(shape.format), shape.fields);
         }
-        let bytes = bytes(&ft_data::find(source, &resolve)?);
-        let shape = match recipe.task.format() {
-            Some(format) => ft_data::shape_in(format, source, &resolve)?,
-            None => ft_data::detect(source, &resolve)?,
-        };
-        self.keys = shape.keys();
-        if let Some(first) = recipe.data.train.first_mut() {
-            (first.format, first.fields) = (Some(shape.format), shape.fields);
-        }
-        let Some(found) = found else { return Ok(()) };
+        let Some(found) = found.filter(|_| all_here) else { return Ok(()) };
         let tokenizer = match job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true) {
             Ok(model) => job::tokenizer(&recipe, &model.dir, None)?,
             Err(e) if e.of::<ft_hub::Error>().is_some() => return Ok(()),
@@ -120,27 +141,29 @@ impl Measured {
             false,
         );
         let form = |s: &Source| s.form.map(|f| format!(", form = {:?}", f.word()));
-        self.keys += &recipe.data.train.first().and_then(form).unwrap_or_default();
-        if bytes > LARGEST {
+        for (keys, source) in self.keys.iter_mut().zip(&recipe.data.train) {
+            *keys += &form(source).unwrap_or_default();
+        }
+        if total > LARGEST {
             return Ok(());
         }
         let (seed, vocab) = (recipe.run.seed, found.config.vocab);
-        let resolve = |s: &str| recipe.folder.join(s);
         let check = |data: &Data| Dataset::check(data, &resolve, tokenizer.as_ref(), vocab, seed, 1);
         let mut checked = check(&recipe.data);
-        let evaluates = !is_alone(&checked);
+        let evaluates = !is_alone(&checked, recipe.data.train.len());
         if !evaluates {
             checked = check(&Data { eval_share: 0.0, ..recipe.data.clone() });
         }
         if let Some(e) = checked.problems.into_iter().next() {
             return Err(e.into());
         }
-        let (Some(data), Some(source)) = (checked.train, recipe.data.train.first()) else { return Ok(()) };
+        let Some(data) = checked.train else { return Ok(()) };
         rows::tell_data("data.train", &data, &found.config)?;
         let length = Length { evaluates, ..Length::of(data.rows.len(), data.samples.len()) };
         let batch = plural(length.batch_rows, "row");
         let packed = if length.pack { "packed" } else { "not packed" };
-        tell(&format!("{}: {} steps of {batch}, {packed}", source.source, length.steps));
+        let sources: Vec<&str> = recipe.data.train.iter().map(|s| s.source.as_str()).collect();
+        tell(&format!("{}: {} steps of {batch}, {packed}", sources.join(", "), length.steps));
         self.length = Some(length);
         Ok(())
     }

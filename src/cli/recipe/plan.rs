@@ -10,7 +10,7 @@ use ft_base::terminal::warn;
 use ft_hub::Settings;
 use ft_kernels::gemm;
 use ft_plan::links::{self, Network};
-use ft_plan::{Devices, Target, card, card_names, card_too_old, rates, resolve};
+use ft_plan::{Devices, Layout, Target, card, card_names, card_too_old, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -101,6 +101,14 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 /// Prints the fastest layouts over `count` devices.
 fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_base::Result<()> {
+    for (key, n) in Layout::of(&recipe.parallel).keys() {
+        let key = format!("parallel.{key}");
+        let place = recipe.place(&key);
+        warn(&format!(
+            "{place}: {key} = {n} is not used: --devices {count} searches all layouts of {count} ranks\n  \
+             hint: without --devices, ft plan plans the recipe's own layout"
+        ));
+    }
     let machine = args.machine.map(|n| n as usize);
     let network = Network::find(target, args.link.as_deref(), args.network.as_deref(), machine);
     let found = ft_plan::layouts_of_recipe(recipe, target, Devices { count, network })?;

@@ -17,9 +17,9 @@ pub(super) struct Limits {
     pub idle_time: Duration,
     /// Bytes of a body.
     pub body_bytes: usize,
-    /// Bytes of all bodies that arrive, wait, or are answered.
+    /// Bytes of all bodies that arrive, wait, or are answered; and bytes of a refused request that are read on.
     pub bodies_bytes: usize,
-    /// Time for a body to arrive.
+    /// Time for a body to arrive, or for the rest of a refused request.
     pub body_time: Duration,
     /// Time that a client may leave an answer unread.
     pub unread_time: Duration,

@@ -36,7 +36,10 @@ pub struct Args {
 /// # Errors
 /// Errors in recipe, rows or teacher; a teacher with another tokenizer than the recipe's model; an existing folder.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    let job = Job::open(args.recipe.load()?, Want::Tokenizer, true)?;
+    let mut recipe = args.recipe.load()?;
+    // rows of task "distill" may still be without values
+    recipe.data.taught = false;
+    let job = Job::open(recipe, Want::Tokenizer, true)?;
     let files = ModelFiles::open(&args.model, args.adapter.as_deref())?;
     let tokenizer = files.tokenizer(None)?;
     let (decoders, _) = files.load(args.load, slice::from_ref(&job.device))?;

@@ -3,8 +3,8 @@
 use super::processes;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
-use crate::infer::usage;
-use crate::train::{self, Options, Outcome};
+use crate::infer::{check_moved, usage};
+use crate::train::{self, Options, Outcome, layout};
 use ft_base::terminal::{hush, tell, to_terminal};
 use ft_recipe::Launch;
 
@@ -43,6 +43,9 @@ pub fn run(args: &Args) -> ft_base::Result<u8> {
             to_terminal();
         }
     })?;
+    if args.resume {
+        check_moved(&args.recipe.recipe, &recipe)?;
+    }
     if let Some(start) = processes::wanted(&recipe)? {
         return processes::start(&start);
     }
@@ -58,7 +61,10 @@ pub fn run(args: &Args) -> ft_base::Result<u8> {
         Outcome::Done { result } => print(&format!("{}\n", result.display()))?,
         Outcome::Followed => {}
         Outcome::Already { result } => {
-            tell("this run is finished already");
+            let end = result.parent().and_then(layout::end_of);
+            let step = end.and_then(|e| e["step"].as_u64());
+            let after = step.map_or(String::new(), |n| format!(", after step {n}"));
+            tell(&format!("this run is finished already{after}"));
             print(&format!("{}\n", result.display()))?;
         }
     }

@@ -1,13 +1,13 @@
 //! `ft bench --ranks`: rates of the links between ranks.
 
-use super::measured::{Measured, kept};
+use super::measured::{Measured, kept, now};
 use crate::train::Error;
 use crate::train::job::device;
 use candle_core::{DType, Device};
 use ft_base::terminal::{hush, to_terminal};
 use ft_engine::ranks::{self, CollectiveId, Comm, processes};
 use ft_kernels::{Tensor, cuda};
-use ft_plan::{Target, links::Link};
+use ft_plan::{Target, links::Link, probe};
 use ft_recipe::{Device as DeviceName, Launch};
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -140,7 +140,9 @@ fn measure(comm: &dyn Comm, device: &Device, how: &str) -> ft_base::Result<Link>
     let rates: Vec<[f64; 4]> = comm.all_gather_object(AGREE, &own)?;
     let [gather, sum, exchange, calls] =
         [0, 1, 2, 3].map(|i| rates.iter().map(|r| r[i]).fold(f64::INFINITY, f64::min));
-    let source = format!("measured by ft bench --ranks {world}, {how}");
+    let now = now();
+    let day = probe::day(&now);
+    let source = format!("measured by ft bench --ranks {world} on {day}, {how}");
     Ok(Link { gather, sum, exchange, call: [1.0 / calls, 0.0], source })
 }
 

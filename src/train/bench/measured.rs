@@ -4,6 +4,7 @@ use ft_base::store;
 use ft_base::terminal::warn;
 use serde_json::Value;
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 /// Result of a benchmark.
 #[derive(Debug)]
@@ -14,6 +15,11 @@ pub struct Measured {
     pub text: String,
     /// File of the rates, read by later plans.
     pub kept: Option<PathBuf>,
+}
+
+/// The time, UTC, as in RFC 3339.
+pub fn now() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
 }
 
 /// The file of saved rates, or a warning if there is none: the result is still the caller's.

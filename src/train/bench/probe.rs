@@ -1,7 +1,7 @@
 //! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its
 //! own, at its first start on a card.
 
-use super::measured::{Measured, kept};
+use super::measured::{Measured, kept, now};
 use crate::train::Error;
 use crate::train::job::Job;
 use candle_core::{DType, Device, Result};
@@ -21,7 +21,7 @@ use serde_json::json;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 /// Seconds of a call above which no larger size follows.
 const LONG: f64 = 0.25;
@@ -65,7 +65,7 @@ fn of_now(device: &Device) -> Option<(&'static str, Probe)> {
         device: cuda::name(device)?,
         driver: cuda::driver_version().unwrap_or_default(),
         ft: env!("CARGO_PKG_VERSION").into(),
-        date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+        date: now(),
         rates: CardRates::default(),
     };
     Some((Target::of(device).card?, probe))

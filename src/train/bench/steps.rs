@@ -3,7 +3,7 @@
 
 use super::fp8::Fp8Error;
 use super::matmul::MatmulRate;
-use super::measured::{Measured, kept};
+use super::measured::{Measured, kept, now};
 use super::probe::before as probe_before;
 use super::report::{Limit, StepTimes};
 use crate::train::Error;
@@ -76,7 +76,7 @@ pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base:
     }
     let fp8 = Fp8Error::measure(&model, &job.device, || cx.step(&input(0)))?;
     let step = plan.step_work() / timed.fastest();
-    let rate = rates::Rate { step, probed: None };
+    let rate = rates::Rate { step, date: Some(now()), probed: None };
     let kept = kept(rates::save(plan.machine, job.config.family.model_type, rate));
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));

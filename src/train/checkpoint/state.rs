@@ -8,6 +8,7 @@ use crate::train::Error;
 use crate::train::step::LossScale;
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
+use ft_engine::adapters::Trained;
 use ft_engine::files::{SharedFile, TensorFiles};
 use ft_engine::params::Params;
 use ft_engine::params::buffers::moments::MomentsView;
@@ -303,6 +304,13 @@ pub fn changes(
             format!("  {k}: was {}, is {}", show(old), show(new))
         })
         .collect()
+}
+
+/// Whether a checkpoint holds these trained tensors, in their shapes.
+pub fn holds(dir: &Path, trained: &[Trained]) -> ft_base::Result<bool> {
+    let files = weights(dir)?;
+    let same = |t: &Trained| files.get(&t.name).is_ok_and(|found| found.shape == t.shape);
+    Ok(files.len() == trained.len() && trained.iter().all(same))
 }
 
 /// Opens the trained tensors of a checkpoint.

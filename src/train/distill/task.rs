@@ -37,11 +37,11 @@ pub fn loss(by: Option<Distillation>, ce: f64, kd: f64) -> (f64, Map<String, Val
     (alpha * kd + (1.0 - alpha) * ce, metrics.into_iter().collect())
 }
 
-/// Checks that rows have a teacher's values in task "distill", of a teacher with the tokenizer and the chat template of
-/// the model. Warns about values without use.
+/// Checks that the teacher of the rows has the tokenizer and the chat template of the model, in task "distill". Warns
+/// about values without use.
 ///
 /// # Errors
-/// [`Error::Usage`]; unreadable rows.
+/// Another tokenizer or chat template, at the key of the rows.
 pub fn check(
     recipe: &Recipe,
     tokenizer: Option<&Tokenizer>,
@@ -55,16 +55,6 @@ pub fn check(
             warn(&format!("{key}: rows have values of a teacher, which task = \"{task}\" does not read"));
         }
         return Ok(());
-    }
-    if let Some(sample) = data.rows.without_teacher {
-        let at = data
-            .samples
-            .get(sample as usize)?
-            .map_or(String::new(), |e| format!(" (the first: line {} of source {})", e.line, e.source + 1));
-        return fail(format!(
-            "rows without values of a teacher{at}, which task = \"distill\" needs\n  hint: ft logits TEACHER \
-             RECIPE --out DIR writes rows with them"
-        ));
     }
     let identity = tokenizer.filter(|_| !data.stats.teachers.is_empty()).map(Tokenizer::identity);
     for by in &data.stats.teachers {

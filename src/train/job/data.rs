@@ -25,10 +25,10 @@ impl Job {
         Ok(data)
     }
 
-    /// Checks that the rows have a teacher's values where the task needs them.
+    /// Checks the teacher of the rows, where the task needs one.
     ///
     /// # Errors
-    /// Rows without values, or of another tokenizer or chat template.
+    /// Rows of another tokenizer or chat template.
     pub fn check_rows(&self, train: Option<&Dataset>, eval: Option<&Dataset>) -> ft_base::Result<()> {
         let parts = [(Part::Train, train), (Part::Eval, eval)];
         let mut parts = parts.into_iter().filter_map(|(part, data)| Some((part, data?)));

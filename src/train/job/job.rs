@@ -50,14 +50,14 @@ impl Job {
     /// # Errors
     /// Missing device; model not found or not supported; rule without a match; adapter that does not fit.
     pub fn open(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
-        Self::with(recipe, want, progress, &lookup::selection)
+        Self::with(recipe, (want, progress), true, &lookup::selection)
     }
 
     /// Resolves a recipe for inference: all weights are frozen, and the adapter of `lora.init` is applied.
     /// Without an adapter, modules that the recipe trains in full are not quantized, so the model equals
     /// the one at the start of training.
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
-        Self::with(recipe, want, progress, &|recipe, config, adapter| {
+        Self::with(recipe, (want, progress), false, &|recipe, config, adapter| {
             let in_full = |r: &Rule| r.is(Method::Full);
             match adapter {
                 Some(a) => a.selection(config),
@@ -78,7 +78,12 @@ impl Job {
         })
     }
 
-    fn with(mut recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> ft_base::Result<Self> {
+    fn with(
+        mut recipe: Recipe,
+        (want, progress): (Want, bool),
+        trains: bool,
+        select: &Select<'_>,
+    ) -> ft_base::Result<Self> {
         let settings = Settings::from_env();
         let device = device(recipe.run.device)?;
         let dtype = dtype(recipe.model.dtype, &device);
@@ -88,7 +93,7 @@ impl Job {
         let model = lookup::model(&settings, &recipe, want, progress)?;
         let config = lookup::config(&model.dir, &recipe.model.overrides)?;
         let (mut adapter, mut tokenizer) = (None, None);
-        let Resolved { config, mut selection } = Resolved::new(&recipe, config, |config| {
+        let select = |config: &mut Config| {
             adapter = lookup::adapter(&settings, &recipe, progress)?;
             if let Some(adapter) = &adapter {
                 adapter.config.set_layout(config);
@@ -97,7 +102,12 @@ impl Job {
                 tokenizer = lookup::tokenizer(&recipe, &model.dir, adapter.as_ref())?;
             }
             select(&recipe, config, adapter.as_ref())
-        })?;
+        };
+        let resolved = match trains {
+            true => Resolved::new(&recipe, config, select),
+            false => Resolved::frozen(&recipe, config, select),
+        };
+        let Resolved { config, mut selection } = resolved?;
         if want != Want::Config {
             let template = tokenizer.as_ref().is_some_and(Tokenizer::has_template);
             sources::settle_forms(&mut recipe.data, template, progress);

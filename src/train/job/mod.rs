@@ -12,7 +12,7 @@ pub mod rows;
 pub mod sources;
 
 pub use device::{device, dtype, one_device};
-pub use ft_plan::resolve::{check_model, of_task};
+pub use ft_plan::resolve::{check_model, check_override, of_task};
 pub use job::Job;
 pub use lookup::{
     adapter, config, facts, model, samples, selection, tell_init_quantize, tell_quantize, token_rows,

@@ -85,6 +85,29 @@ pub fn tell_unsaved(run: &Run, batches: &Batches) {
     }
 }
 
+/// Warns about a warm-up longer than the run, and about keys for several evaluations in a run with one.
+pub fn tell_beyond(recipe: &Recipe, batches: &Batches) {
+    let (run, steps) = (&recipe.run, batches.steps());
+    let warmup = recipe.optimizer.warmup(steps);
+    if warmup > steps {
+        warn(&format!(
+            "{}: optimizer.warmup_steps = {warmup} is more than the run's {}: the learning rate ends below \
+             optimizer.lr, and schedule and min_lr do nothing",
+            recipe.place("optimizer.warmup_steps"),
+            plural(steps, "step")
+        ));
+    }
+    if (run.keep_best || run.patience > 0) && !batches.recurs(run.eval_every) {
+        let key = if run.keep_best { "run.keep_best" } else { "run.patience" };
+        warn(&format!(
+            "{}: {key} does nothing: run.eval_every has no evaluation before the last of {}\n  hint: a smaller \
+             run.eval_every",
+            recipe.place(key),
+            plural(steps, "step")
+        ));
+    }
+}
+
 /// Warns about samples in both training and evaluation data. Returns the number of such samples.
 pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
     let (shared, all) = (train.samples.shared_with(&eval.samples)?, eval.samples.len());

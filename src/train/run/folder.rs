@@ -8,7 +8,34 @@ use crate::train::layout::{CHECKPOINTS, RESULTS, result_dir};
 use ft_base::store::{self, checkpoint};
 use ft_recipe::Recipe;
 use serde_json::json;
-use std::path::Path;
+use std::path::{Path, PathBuf, absolute};
+
+/// The run folder, or the folder above it that is there.
+///
+/// # Errors
+/// A file in its place.
+pub fn folder_there(recipe: &Recipe) -> Result<PathBuf, Error> {
+    let dir = absolute(&recipe.run.output).unwrap_or_default();
+    let there = dir.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
+    if there.is_dir() {
+        return Ok(there.into());
+    }
+    let why = format!("{} is a file, and run.output is a folder", there.display());
+    Err(Error::at(recipe, "run.output", format!("{why}\n  hint: another run.output")))
+}
+
+/// Checks that the run folder can be made and written to; nothing is left there.
+///
+/// # Errors
+/// A file in place of a folder, or a folder where no file can be made.
+pub fn check_writable(recipe: &Recipe) -> Result<(), Error> {
+    let there = folder_there(recipe)?;
+    // by a file without a name: access() allows the superuser all, in /proc too
+    tempfile::tempfile_in(&there).map(drop).map_err(|_| {
+        let why = format!("{} is not writable\n  hint: another run.output", there.display());
+        Error::at(recipe, "run.output", why)
+    })
+}
 
 /// Refuses to write into the folder of an earlier run without `--overwrite` or `--resume`.
 pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> ft_base::Result<()> {

@@ -1,6 +1,6 @@
 //! The first rank of a run: checks, starts the other ranks, and trains.
 
-use super::folder::refuse_earlier;
+use super::folder::{folder_there, refuse_earlier};
 use super::options::{Options, Outcome};
 use super::prepare::{Prepared, PreparedRun, prepare};
 use super::result_cache::InputRecord;
@@ -19,8 +19,9 @@ pub fn run_first(
     options: &Options,
     remote: Option<&RemoteRanks<'_>>,
 ) -> ft_base::Result<Outcome> {
-    let signals = Signals::catch()?;
+    let signals = Signals::catch()?.reported();
     let dir = recipe.run.output.clone();
+    folder_there(&recipe)?;
     // Held until the end, so that the state of the run folder cannot change in between.
     let _lock = RunLock::take(&dir)?;
     refuse_earlier(&recipe, options)?;

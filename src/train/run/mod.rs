@@ -12,5 +12,6 @@ pub mod server;
 pub mod signals;
 mod trainer;
 
+pub use folder::check_writable;
 pub use launch::run;
 pub use options::{Options, Outcome};

@@ -12,7 +12,7 @@ use crate::train::checkpoint::identity::Identity;
 use crate::train::checkpoint::state::{self, State};
 use crate::train::eval::{EvalHistory, check_questions};
 use crate::train::job::{self, Job, rows};
-use crate::train::layout::{CHECKPOINTS, result_dir};
+use crate::train::layout::{CHECKPOINTS, is_whole, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
 use crate::train::preference::reference_model;
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
@@ -27,6 +27,9 @@ use ft_plan::{Plan, Workload};
 use ft_recipe::{Recipe, Run};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Keys that decide dtypes and shapes of the moments.
+const MOMENTS: [&str; 2] = ["optimizer.name", "optimizer.galore_rank"];
 
 /// A checked run.
 pub struct PreparedRun {
@@ -82,14 +85,20 @@ impl Resume {
     }
 
     /// Refuses a run that would compute something other than the checkpointed run.
-    fn check(&self, identity: &Identity, options: &Options, dir: &Path) -> ft_base::Result<()> {
+    fn check(&self, identity: &Identity, options: &Options, job: &Job) -> ft_base::Result<()> {
         let (old, new) = (&self.state.identity, identity.get()?);
         state::check_accepted(old, new, &options.accept_change)?;
         let changes = state::changes(old, new, &options.accept_change);
         if changes.is_empty() {
             return Ok(());
         }
-        Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into())
+        let same_moments = MOMENTS.iter().all(|key| old.get(*key) == new.get(*key));
+        let hint = match same_moments && state::holds(&self.checkpoint.path, &job.selection.trained())? {
+            true => "put it back, or say --accept-change KEY for each",
+            false => "put it back: the checkpoint has other tensors or moments; --overwrite starts anew",
+        };
+        let dir = job.recipe.run.output.display().to_string();
+        Err(Error::Changed { dir, changes: changes.join("\n"), hint }.into())
     }
 
     /// Returns true if no step is left, by number or by early stopping on evaluations of the data with hash `eval`.
@@ -186,8 +195,8 @@ fn check_resume(
         }
         return Ok(false);
     };
-    r.check(identity, options, dir)?;
-    let has_result = options.step.is_none() && result.is_dir();
+    r.check(identity, options, job)?;
+    let has_result = options.step.is_none() && is_whole(result);
     if has_result && r.is_finished(dir, total, (&job.recipe.run, eval)) {
         return Ok(true);
     }
@@ -239,6 +248,7 @@ fn check_inputs(
     job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
     rows::tell_unsaved(&job.recipe.run, &batches);
+    rows::tell_beyond(&job.recipe, &batches);
     job.check()?;
     if let Some(adapter) = &job.adapter {
         job::tell_init_quantize(&job.recipe, &job.config, adapter)?;

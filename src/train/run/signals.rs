@@ -2,37 +2,47 @@
 //!
 //! During training, the first signal sets a flag, checked between micro-batches, and the second signal, SIGUSR1
 //! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
-//! ends the process.
+//! ends the process; before training, a message says so.
 //!
-//! The process that started this one passes its own signals on by a pipe ([`pass`]). A signal to both of them, as of a
-//! control group, arrives twice and counts once: only a second signal of the same way ends the process.
+//! Signals within a second count as one: `timeout` sends each to the process and to its group. The process that
+//! started this one passes its own signals on by a pipe ([`pass`]). A signal to both of them, as of a control group,
+//! counts once as well: only a second signal of the same way ends the process.
 
 use crate::train::Error;
 use ft_base::error::ExitCode;
+use ft_base::terminal::tell;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Handled signals, with names and exit codes.
 const SIGNALS: [(i32, &str, ExitCode); 4] = [
-    (signal_hook::consts::SIGINT, "SIGINT", ExitCode::Interrupted),
-    (signal_hook::consts::SIGTERM, "SIGTERM", ExitCode::Terminated),
-    (signal_hook::consts::SIGHUP, "SIGHUP", ExitCode::HungUp),
-    (signal_hook::consts::SIGUSR1, "SIGUSR1", ExitCode::Requested),
+    (SIGINT, "SIGINT", ExitCode::Interrupted),
+    (SIGTERM, "SIGTERM", ExitCode::Terminated),
+    (SIGHUP, "SIGHUP", ExitCode::HungUp),
+    (SIGUSR1, "SIGUSR1", ExitCode::Requested),
 ];
+
+/// Time after the first signal in which others are copies of it.
+const TOGETHER: Duration = Duration::from_secs(1);
 
 /// Handlers are global to the process, so they are registered once.
 static HANDLERS: OnceLock<Handlers> = OnceLock::new();
 
 #[derive(Clone, Default)]
 struct Handlers {
-    /// True if a signal ends the process at once. The first signal sets it for the second.
+    /// True if a signal ends the process at once: outside training, and from [`TOGETHER`] after the first signal on.
     at_once: Arc<AtomicBool>,
     /// Index in [`SIGNALS`] of the latest signal, plus 1; 0 for none.
     seen: Arc<AtomicUsize>,
-    /// True after a signal other than SIGUSR1 was passed on.
-    passed: Arc<AtomicBool>,
+    /// Time of the first signal other than SIGUSR1 that was passed on.
+    passed: Arc<Mutex<Option<Instant>>>,
     /// True after a signal that was passed on, or that another rank received first.
     told: Arc<AtomicBool>,
+    /// True before training, if a message reports the signal that ends the process.
+    early: Arc<AtomicBool>,
 }
 
 /// Signal handling of a run. Dropping it restores immediate exit, unless another rank's signal, or one that was passed
@@ -54,15 +64,23 @@ impl Signals {
             }
         };
         handlers.seen.store(0, Ordering::Relaxed);
-        handlers.passed.store(false, Ordering::Relaxed);
+        *handlers.passed.lock().unwrap_or_else(PoisonError::into_inner) = None;
         handlers.told.store(false, Ordering::Relaxed);
         handlers.at_once.store(true, Ordering::Relaxed);
         Ok(Self { handlers })
     }
 
+    /// Has the first signal before [`Signals::hold`] reported as it ends the process.
+    pub fn reported(self) -> Self {
+        self.handlers.at_once.store(false, Ordering::SeqCst);
+        self.handlers.early.store(true, Ordering::SeqCst);
+        self
+    }
+
     /// Defers the first signal from here on, to be read by [`Signals::seen`].
     pub fn hold(&self) {
-        self.handlers.at_once.store(false, Ordering::Relaxed);
+        self.handlers.early.store(false, Ordering::SeqCst);
+        self.handlers.at_once.store(false, Ordering::SeqCst);
     }
 
     /// Restores immediate exit on a signal.
@@ -96,6 +114,7 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
+        self.handlers.early.store(false, Ordering::SeqCst);
         if !self.handlers.told.load(Ordering::Relaxed) {
             self.release();
         }
@@ -106,17 +125,33 @@ impl Drop for Signals {
 /// both together act like one.
 pub fn pass(signal: i32) {
     let Some((place, _, code)) = handled().find(|(_, number, _)| *number == signal) else { return };
+    let handlers = HANDLERS.get();
+    handlers.iter().for_each(|handlers| handlers.end_early(place));
     // without handlers, nothing has begun
-    if HANDLERS.get().is_none_or(|handlers| handlers.pass(place, signal)) {
+    if handlers.is_none_or(|handlers| handlers.pass(place, signal, Instant::now())) {
         code.end_process();
     }
 }
 
 impl Handlers {
+    /// Before training, reports a signal, once, and ends the process. Another signal does not wait for the report.
+    fn end_early(&self, place: usize) {
+        if !self.early.swap(false, Ordering::SeqCst) {
+            return;
+        }
+        self.at_once.store(true, Ordering::SeqCst);
+        let (_, name, code) = SIGNALS[place];
+        let saved = "before training began: there is nothing to save\nhint: the same command starts again; data \
+                     sources that were tokenized to their end are in the token cache, unless data.cache = false";
+        tell(&format!("error: {}", Error::Signal { name, saved: saved.into(), code }));
+        code.end_process();
+    }
+
     /// Records a signal that was passed on. Returns true if it ends the process.
-    fn pass(&self, place: usize, signal: i32) -> bool {
-        let is_second = signal != signal_hook::consts::SIGUSR1 && self.passed.swap(true, Ordering::SeqCst);
-        // A handler sets `seen` first: with `at_once` of a direct signal, that signal is seen.
+    fn pass(&self, place: usize, signal: i32, now: Instant) -> bool {
+        let mut first = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_second = signal != SIGUSR1 && *first.get_or_insert(now) + TOGETHER <= now;
+        // With `at_once` of a direct signal, that signal is seen.
         let at_once = self.at_once.load(Ordering::SeqCst) && self.seen.load(Ordering::SeqCst) == 0;
         self.seen.store(place + 1, Ordering::SeqCst);
         self.told.store(true, Ordering::SeqCst);
@@ -126,16 +161,27 @@ impl Handlers {
     fn register(&self) -> std::io::Result<()> {
         use signal_hook::flag;
         for (i, signal, code) in handled() {
-            // The order matters: the first signal sets the flag read by the second, and `pass` reads them in reverse.
             flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
             flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
-            // A scheduler may send SIGUSR1 to processes that pass it on, and SIGTERM after it: it makes no other
-            // signal the second.
-            if signal != signal_hook::consts::SIGUSR1 {
-                flag::register(signal, Arc::clone(&self.at_once))?;
-            }
         }
+        let mut signals = iterator::Signals::new(Signals::numbers())?;
+        let handlers = self.clone();
+        let follow = move || signals.forever().for_each(|signal| handlers.follow(signal));
+        std::thread::Builder::new().name("signals".into()).spawn(follow)?;
         Ok(())
+    }
+
+    /// After a direct signal: reports it, or has another one end the process. A scheduler may send SIGUSR1 to processes
+    /// that pass it on, and SIGTERM after it: it makes no other signal the second.
+    fn follow(&self, signal: i32) {
+        if let Some((place, ..)) = handled().find(|(_, number, _)| *number == signal) {
+            self.end_early(place);
+        }
+        if signal != SIGUSR1 {
+            std::thread::sleep(TOGETHER);
+            // a run that began since has seen none
+            self.at_once.fetch_or(self.seen.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
+        }
     }
 }
 
@@ -180,32 +226,35 @@ mod tests {
         assert!(at_once.load(Ordering::Relaxed));
     }
 
-    /// A signal that comes directly and is passed on, in either order, is one; each way has its own second.
+    /// A signal that comes directly and is passed on, in either order, is one; each way has its own second, not at once.
     #[test]
     fn a_signal_of_both_ways_is_one() {
-        let term = signal_hook::consts::SIGTERM;
         let direct = |handlers: &Handlers| {
             let ends = handlers.at_once.load(Ordering::SeqCst);
             handlers.seen.store(2, Ordering::SeqCst);
-            handlers.at_once.store(true, Ordering::SeqCst);
+            handlers.follow(SIGTERM);
             ends
         };
+        let now = Instant::now();
         for direct_first in [true, false] {
             let (signals, _) = held();
             let handlers = &signals.handlers;
             let ends = match direct_first {
-                true => direct(handlers) || handlers.pass(1, term),
-                false => handlers.pass(1, term) || direct(handlers),
+                true => direct(handlers) || handlers.pass(1, SIGTERM, now),
+                false => handlers.pass(1, SIGTERM, now) || direct(handlers),
             };
             assert!(!ends, "{direct_first}");
             assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)));
-            assert!(handlers.pass(1, term) && direct(handlers), "a second one");
+            assert!(!handlers.pass(1, SIGTERM, now + TOGETHER / 2), "a copy");
+            assert!(handlers.pass(1, SIGTERM, now + TOGETHER) && direct(handlers), "a second one");
             assert!(handlers.told.load(Ordering::SeqCst));
         }
         let (signals, _) = held();
-        assert!(!signals.handlers.pass(3, signal_hook::consts::SIGUSR1) && !signals.handlers.pass(1, term));
+        assert!(
+            !signals.handlers.pass(3, SIGUSR1, now) && !signals.handlers.pass(1, SIGTERM, now + TOGETHER)
+        );
         let (signals, _) = held();
         signals.release();
-        assert!(signals.handlers.pass(1, term), "nothing is unsaved");
+        assert!(signals.handlers.pass(1, SIGTERM, now), "nothing is unsaved");
     }
 }

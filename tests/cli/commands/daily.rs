@@ -139,6 +139,35 @@ fn ft_init_asks_and_writes_a_recipe() {
     }
 }
 
+/// Each source has a table, with its own keys.
+#[test]
+fn ft_init_takes_several_sources() {
+    let w = World::new();
+    let model = quickstart(&w);
+    let init = |sources: [&str; 2]| {
+        let data = sources.map(|source| ["--data", source]).concat();
+        let others =
+            ["init", "two", "--overwrite", "--model", &model, "--method", "lora", "--memory", "free"];
+        let r = w.ok(&[&others[..], &data].concat());
+        w.ok(&["check", "two.toml"]);
+        (r.err, toml::from_str::<toml::Table>(&w.text("two.toml")).expect("a recipe"))
+    };
+    w.write("rows.csv", "prompt,completion\nWhat?,That.\nWho?,They.\nWhere?,There.\n");
+    w.write("book.jsonl", format!("{}\n", json!({"text": "Once upon a time"})).repeat(3));
+    let (said, recipe) = init(["rows.csv", "book.jsonl"]);
+    assert!(said.contains("rows.csv, book.jsonl: "), "{said}");
+    let key = |n: usize, key: &str| recipe["data"]["train"][n].get(key).and_then(toml::Value::as_str);
+    assert_eq!((key(0, "source"), key(0, "format")), (Some("rows.csv"), Some("completion")));
+    assert_eq!((key(1, "source"), key(1, "format")), (Some("book.jsonl"), Some("text")));
+    // The classes are those of all.
+    for (file, labels) in [("one.csv", ["a", "b"]), ("two.csv", ["c", "b"])] {
+        let rows = labels.map(|label| format!("Once upon a time,{label}\n")).concat().repeat(20);
+        w.write(file, format!("text,label\n{rows}"));
+    }
+    let (_, recipe) = init(["one.csv", "two.csv"]);
+    assert_eq!(recipe["classify"]["labels"], toml::Value::from(vec!["a", "b", "c"]));
+}
+
 #[test]
 fn a_recipe_names_modules_that_its_model_has() {
     let w = World::new();
@@ -225,6 +254,35 @@ fn an_epoch_of_few_steps_is_a_warning() {
     for enough in [&["data.pack=false", "run.batch_rows=4"][..], &["run.steps=1"]] {
         let r = w.ok(&[&["check", "r.toml"], enough].concat());
         assert!(!r.err.contains("run.epochs"), "{}", r.err);
+    }
+}
+
+/// Ten steps by epochs.
+#[test]
+fn a_warm_up_or_an_interval_beyond_the_run_is_a_warning() {
+    let w = of_an_epoch();
+    let set = ["r.toml", "data.pack=false", "run.batch_rows=4", "run.keep_best=true"];
+    let [warm_up, best] = ["is more than the run's 10 steps", "run.keep_best does nothing: run.eval_every"];
+    for (more, told) in [
+        (["run.eval_every=10", "optimizer.warmup_steps=11", "run.output=beyond"], true),
+        (["run.eval_every=9", "optimizer.warmup_steps=10", "run.output=within"], false),
+    ] {
+        for verb in ["check", "run"] {
+            let r = w.ok(&[&[verb], &set[..], &more].concat());
+            assert_eq!([r.err.contains(warm_up), r.err.contains(best)], [told; 2], "{verb}: {}", r.err);
+        }
+    }
+}
+
+#[test]
+fn an_override_that_the_model_does_not_read_is_refused_by_each_verb() {
+    let w = World::tiny(LORA);
+    for verb in ["check", "plan", "data", "run"] {
+        let r = w.ft(&[verb, "r.toml", "model.override={rms_norm_ep=0.5}"]);
+        let told = r.out + &r.err;
+        let said = told.contains("model.override.rms_norm_ep: ft does not know this key of config.json")
+            && told.contains("did you mean rms_norm_eps?");
+        assert!(r.code != 0 && said && !told.contains("leaves it alone"), "{verb}: {told}");
     }
 }
 

@@ -103,3 +103,25 @@ fn invalid_pushes_are_refused_before_anything_is_sent() {
         "{card}"
     );
 }
+
+#[test]
+fn an_upload_without_weights_is_refused() {
+    let (w, model) = (World::new(), reference("qwen3-dense/model"));
+    let refused = |dir: &str, said: &str| {
+        let r = w.ft(&["push", dir, "me/it", "--dry-run"]);
+        let told = r.err.contains(&format!("{dir}: no {said}"));
+        assert!(r.code == 2 && r.out.is_empty() && told, "{}", r.err);
+    };
+    w.write("a/adapter_config.json", "{}");
+    refused("a", "adapter_model.safetensors to upload");
+    w.write("a/adapter_model.safetensors", "");
+    std::fs::remove_file(w.path("a/adapter_config.json")).expect("removed");
+    symlink("/etc/passwd", w.path("a/adapter_config.json")).expect("a link");
+    refused("a", "adapter_config.json to upload\nhint: it is a link");
+    w.copy(&model, "m");
+    std::fs::remove_file(w.path("m/model.safetensors")).expect("removed");
+    refused("m", "model.safetensors to upload");
+    let index = r#"{"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}}"#;
+    w.write("m/model.safetensors.index.json", index);
+    refused("m", "model-00001-of-00001.safetensors to upload");
+}

@@ -44,8 +44,10 @@ fn check_refuses_what_a_run_refuses() {
         ("router.aux_loss=0.1", [2, 2], "qwen3 has no routers"),
         ("data.train.0.weight=1e9", [2, 2], "that is too many"),
         ("data.train.0.weight=1e-9", [2, 2], "no sample of the sources is in an epoch"),
-        ("run.output='q.toml'", [2, 5], "q.toml"),
-        ("run.output='q.toml/x'", [2, 5], "q.toml"),
+        ("run.output='q.toml'", [2, 2], "q.toml is a file, and run.output is a folder\nhint: "),
+        ("run.output='q.toml/x'", [2, 2], "q.toml is a file, and run.output is a folder\nhint: "),
+        // the superuser may write there, and can make nothing
+        ("run.output='/proc/x'", [2, 5], "/proc"),
         ("memory.products=fp8", [2, 2], "the CPU, which has no such products"),
         ("parallel.comm=nccl", [2, 2], "is for CUDA devices"),
     ] {

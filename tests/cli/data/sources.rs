@@ -117,6 +117,11 @@ fn a_share_of_the_training_data_is_evaluated_on() {
         "{} {eval:?}",
         again.out
     );
+    // dropout of the model's own acts in training alone
+    let dropout = "model.override={attention_dropout = 0.1}";
+    let refused = w.ft(&with(&["run", "r.toml", "--overwrite", dropout]));
+    assert!(refused.code != 0 && refused.err.contains("attention_dropout = 0.1"), "{}", refused.err);
+    assert_eq!(w.ok(&with(&["eval", "r.toml", "--adapter", "o/adapter", "--json", dropout])).out, again.out);
     let both = w.ft(&with(&["check", "r.toml", "data.eval=[{source = \"texts.txt\"}]"]));
     assert!(
         both.code == 2 && both.err.contains("data.eval_share and data.eval are both given"),

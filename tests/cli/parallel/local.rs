@@ -158,6 +158,56 @@ fn a_signal_to_launcher_and_processes_counts_once() {
     }
 }
 
+/// Whether a process has ended; process 1 may leave it as a zombie.
+fn is_gone(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('Z'))
+}
+
+/// Whether all threads of a process are stopped.
+fn is_stopped(pid: Pid) -> bool {
+    let mut tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("tasks").flatten();
+    let stat = |t: std::fs::DirEntry| std::fs::read_to_string(t.path().join("stat")).unwrap_or_default();
+    tasks.all(|t| stat(t).rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('T')))
+}
+
+/// Signals that a process has not yet taken from the pipe of its launcher.
+fn passed(pid: Pid) -> u64 {
+    let pipe = std::fs::File::open(format!("/proc/{pid}/fd/0")).expect("a pipe");
+    rustix::io::ioctl_fionread(pipe).expect("a number of bytes")
+}
+
+/// The first signal cannot end the run: its checkpoint needs a stopped process. The second one ends all.
+#[test]
+fn a_second_signal_to_the_launcher_ends_all_at_once() {
+    let w = split::world(FULL);
+    let set = ["run.output=twice", "run.save_every=0", "run.epochs=4000", "parallel.zero=2"];
+    let mut child = start(&w, &[&OWN[..], &set].concat(), &[]);
+    let id = child.id();
+    let launcher = Pid::from_raw(id as i32).expect("a number");
+    let started = std::slice::from_mut(&mut child);
+    split::wait_until(started, "step", || !w.events("twice", "step").is_empty());
+    let ranks = children(id);
+    assert_eq!(ranks.len(), 2);
+    kill_process(ranks[1], Signal::STOP).expect("stopped");
+    split::wait_until(started, "stop", || is_stopped(ranks[1]));
+    kill_process(launcher, Signal::TERM).expect("signalled");
+    // passed to rank 0 before
+    split::wait_until(started, "first signal", || passed(ranks[1]) == 1);
+    assert!(!is_gone(ranks[0]));
+    // copies of the first signal do not count
+    split::wait_until(started, "end of rank 0", || {
+        kill_process(launcher, Signal::TERM).expect("signalled");
+        is_gone(ranks[0])
+    });
+    // after 30 s, the launcher has ended it
+    let _ = kill_process(ranks[1], Signal::CONT);
+    let r = end(child);
+    assert!(r.code == 143 && !r.err.contains("a checkpoint is written"), "{}: {}", r.code, r.err);
+    assert!(w.events("twice", "stopped").is_empty() && w.checkpoints("twice").is_empty());
+    assert!(ranks.into_iter().all(is_gone));
+}
+
 /// The ranks have their key from the launcher, and need no folder for it.
 #[test]
 fn processes_meet_without_a_cache_folder() {
@@ -175,10 +225,7 @@ fn processes_end_with_the_one_that_started_them() {
     let (mut child, ranks) = long(&w, "orphans");
     child.kill().and_then(|()| child.wait()).expect("gone");
     for pid in ranks {
-        // Process 1 may leave it as a zombie.
-        let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let is_gone = || stat().rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('Z'));
-        split::wait_until(&mut [], "end", is_gone);
+        split::wait_until(&mut [], "end", || is_gone(pid));
     }
     assert_eq!(w.events("orphans", "stopped")[0]["code"], 143);
 }

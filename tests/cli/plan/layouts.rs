@@ -147,6 +147,29 @@ fn a_layout_is_planned_without_hub_and_card() {
     }
 }
 
+/// Keys of the layout, in the recipe or not, give way to the search, and are named; defaults are not.
+#[test]
+fn a_layout_that_the_search_replaces_is_named() {
+    let w = World::new();
+    w.config("tiny", serde_json::json!({}));
+    w.write("r.toml", recipe(FULL));
+    w.write("two.toml", format!("{}[parallel]\ndata = 2\nzero = 0\n", recipe(FULL)));
+    let line = w.text("two.toml").lines().position(|l| l == "data = 2").map_or(0, |n| n + 1);
+    let place = format!("two.toml:{line}:");
+    let own = "parallel.data = 2 is not used: --devices 2 searches all layouts of 2 ranks";
+    let zero = "parallel.zero = 3 is not used: --devices 2";
+    for (args, said) in [
+        (&["two.toml"][..], &[&*place, own][..]),
+        (&["r.toml", "parallel.data=2", "parallel.zero=3"], &[own, zero]),
+        (&["r.toml", "parallel.data=1"], &[]),
+    ] {
+        let r = w.ok(&[&["plan"][..], args, &["--devices", "2"]].concat());
+        assert!(said.iter().all(|said| r.err.contains(said)), "{said:?}: {}", r.err);
+        let named = ["parallel.data", "parallel.zero"].map(|key| r.err.contains(&format!("{key} = ")));
+        assert_eq!(named, [!said.is_empty(), said.contains(&zero)], "{}", r.err);
+    }
+}
+
 #[test]
 fn plans_use_the_measured_links() {
     let w = World::new();
@@ -157,6 +180,10 @@ fn plans_use_the_measured_links() {
         ["gather", "sum", "exchange"].iter().all(|rate| measured[rate].as_f64() > Some(0.0)),
         "{measured}"
     );
+    let source = measured["source"].as_str().expect("words");
+    let day = source.strip_prefix("measured by ft bench --ranks 2 on ");
+    let day = day.and_then(|day| day.strip_suffix(", threads"));
+    assert!(day.is_some_and(|day| day.len() == 10 && day.split('-').count() == 3), "{source}");
     assert_eq!(json(&w, &["r.toml", "--devices", "2"])["link"], measured);
     let named = json(&w, &["r.toml", "--devices", "2", "--link", "tcp"]);
     assert_eq!(named["link"]["gather"], 1e9);

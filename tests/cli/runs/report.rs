@@ -36,6 +36,8 @@ fn report_of_a_run() {
     }
     let r = w.ok(&["report", "runs/r", "--out", "page.html"]);
     assert_eq!((r.out.as_str(), w.text("page.html")), ("page.html\n", html));
+    let r = w.ok(&["report", "runs/r/metrics.jsonl"]);
+    assert_eq!((r.out.as_str(), r.err.as_str()), ("runs/r/report.html\n", ""));
 
     for (args, said) in
         [(["report", "gone"], "gone/metrics.jsonl"), (["report", "tiny"], "tiny/metrics.jsonl")]
@@ -115,6 +117,11 @@ fn bench_shows_time_and_memory_by_part() {
     let of_another = "measured by ft bench, on a model of another family";
     let text = run(&plan);
     assert!(text.contains("tokens a second") && !text.contains(of_another), "{text}");
+    let rates = w.json("cache/rates.json");
+    let date = rates.as_object().expect("rates").values().find_map(|rate| rate["date"].as_str());
+    let day = date.and_then(|date| date.split('T').next()).expect("a date");
+    let text = run(&[&plan[..], &["--devices", "2"]].concat());
+    assert!(text.contains(&format!("(measured by ft bench on {day})")), "{text}");
     w.config("tiny", json!({"model_type": "llama", "attention_bias": false, "mlp_bias": false}));
     let text = run(&[&plan[..], &["model.weights=random"]].concat());
     assert!(text.contains(of_another), "{text}");

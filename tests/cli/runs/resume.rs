@@ -1,7 +1,7 @@
 //! A run that was killed, stopped or restarted ends like an uninterrupted run.
 
 use super::stops::{at_a_moment, send, until};
-use crate::world::{Dice, FULL, LORA, World, content, kills, mixture, recipe, reference};
+use crate::world::{Dice, FULL, LORA, World, content, kills, mixture, ran, recipe, reference};
 use rustix::process::Signal;
 use serde_json::json;
 use std::time::Duration;
@@ -260,6 +260,72 @@ fn a_resume_takes_accepted_changes_alone() {
     w.ok(&[&more[..], &["--accept-change", "run.steps", "--accept-change", "optimizer.lr"]].concat());
     assert_eq!(w.steps("a").len(), 8);
     assert_eq!(w.checkpoints("a").last().map(String::as_str), Some("step-00000008"));
+    let fewer = ["run.steps=3", "optimizer.lr=2e-2", "--accept-change", "run.steps"];
+    let r = w.ok(&[&more[..4], &fewer].concat());
+    assert!(r.err.contains("this run is finished already, after step 8"), "{}", r.err);
+}
+
+/// A change of what is in the checkpoint cannot be accepted, and is not offered.
+#[test]
+fn a_change_of_shapes_is_not_offered() {
+    let w = World::tiny(LORA);
+    w.ok(&["run", "r.toml", "run.output=a", "run.steps=2"]);
+    for (set, said, offered) in [
+        ("optimizer.lr=2e-2", "optimizer.lr: was 0.01, is 0.02", true),
+        ("lora.rank=5", "train.0.rank: was 4, is 5", false),
+        ("train.0.dora=false", "train.0.dora: was true, is false", false),
+        ("optimizer.name=adamw8bit", "optimizer.name: was ", false),
+    ] {
+        let r = w.ft(&["run", "r.toml", "run.output=a", "run.steps=2", "--resume", set]);
+        assert!(r.code == 2 && r.err.contains(said) && r.err.contains("hint: put it back"), "{}", r.err);
+        assert_eq!(r.err.contains("--accept-change"), offered, "{set}: {}", r.err);
+    }
+}
+
+/// A result without its config or weights is written again from the last checkpoint.
+#[test]
+fn an_incomplete_result_is_written_again() {
+    let of_adapter = ["o/adapter/adapter_config.json", "o/adapter/adapter_model.safetensors"];
+    for (rules, files) in [(LORA, of_adapter), (FULL, ["o/model/config.json", "o/model/model.safetensors"])] {
+        let w = World::tiny(rules);
+        let run = ["run", "r.toml", "run.output=o", "run.steps=2"];
+        w.ok(&run);
+        let resume = || w.ok(&[&run[..], &["--resume"]].concat());
+        let written_again = |file: &str, left: Option<&[u8]>| {
+            let before = w.read(file);
+            std::fs::remove_file(w.path(file)).expect("removed");
+            left.into_iter().for_each(|bytes| w.write(file, bytes));
+            let r = resume();
+            assert!(r.err.contains("going on from") && w.read(file) == before, "{file}: {}", r.err);
+        };
+        for file in files {
+            written_again(file, None);
+        }
+        written_again(files[1], Some(&w.read(files[1])[..100]));
+        assert!(resume().err.contains("finished already"));
+    }
+}
+
+/// From a folder where the relative path of its base leads nowhere.
+#[test]
+fn a_moved_run_names_the_keys_of_its_resumption() {
+    let w = World::tiny(LORA);
+    w.ok(&["run", "r.toml", "run.output=o", "run.steps=2"]);
+    for file in ["rows.jsonl", "eval.jsonl"] {
+        w.write(&format!("elsewhere/{file}"), w.read(file));
+    }
+    std::fs::rename(w.path("o"), w.path("elsewhere/o")).expect("moved");
+    let resume = |more: &[&str]| {
+        let mut command = w.command(&[&["run", "o/recipe.toml", "--resume"], more].concat());
+        ran(command.current_dir(w.path("elsewhere")).output().expect("started"))
+    };
+    let real = |name: &str| w.path(name).canonicalize().expect("a folder");
+    let base = format!("model.source={:?}", real("tiny"));
+    let output = format!("run.output={:?}", real("elsewhere/o"));
+    let r = resume(&[]);
+    assert!(r.code == 2 && r.err.contains(&format!("hint: {base} {output}")), "{}", r.err);
+    let r = resume(&[&base, &output]);
+    assert!(r.code == 0 && r.err.contains("finished already"), "{}", r.err);
 }
 
 /// A moved model or adapter with the same content is no change; another model is one.

@@ -5,7 +5,8 @@ use crate::world::{LORA, Ran, World, content, few, ran, recipe, reference, rows}
 use candle_core::{DType, Device, Tensor};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::process::Child;
+use std::net::TcpListener;
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 /// Waits for a condition. Returns false if the process ended before.
@@ -139,6 +140,23 @@ fn signals_do_not_wait_for_a_step() {
     assert!(w.checkpoints("cut").is_empty());
     w.ok(&plain);
     assert!(end(&w, "cut") == end(&w, "whole"));
+}
+
+/// A signal before training, here as the run waits for the hub, ends it with a message.
+#[test]
+fn a_signal_before_training_is_reported() {
+    let w = World::tiny(LORA);
+    let hub = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut c = w.command(&["run", "r.toml", "run.output=cut", "model.source=some/model"]);
+    c.env("HF_ENDPOINT", format!("http://{}", hub.local_addr().expect("an address")))
+        .env("HF_HUB_OFFLINE", "0");
+    c.env("NO_PROXY", "*").env("no_proxy", "*");
+    let child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
+    let _asked = hub.accept().expect("a request");
+    send(&child, Signal::TERM);
+    let r = ran(child.wait_with_output().expect("an end"));
+    let end = "error: stopped by SIGTERM before training began: there is nothing to save\nhint: ";
+    assert!(r.code == 143 && r.err.contains(end), "{}: {}", r.code, r.err);
 }
 
 /// An exploding loss ends the run with exit code 6 and a message, and no bad file under a final name.

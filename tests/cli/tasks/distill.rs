@@ -267,6 +267,10 @@ fn rows_of_another_tokenizer_or_template_are_refused() {
         let r = w.ft(&[&["check", "r.toml", task, train], &set[..], more].concat());
         assert!(r.code == code && r.err.contains(words), "{more:?} {}: {}", r.code, r.err);
     }
+    // rows without values get some, also by a recipe of the task
+    w.write("ids.jsonl", "{\"input_ids\": [1, 2, 3], \"labels\": [1, 2, 3]}\n");
+    let ids = ["task=distill", "data.train=[{source='ids.jsonl', format='tokens'}]"];
+    w.ok(&[&["logits", "teacher", "r.toml", "--out", "l3", "--top-k", "5"], &ids[..], &set[..]].concat());
     // the teacher's tokenizer is that of the recipe's model
     let r = w.ft(&["logits", "teacher", "r.toml", "--out", "l2", "model.source=other"]);
     assert!(r.code == 2 && r.err.contains("another tokenizer than other's: \"<|another|>\" is"), "{}", r.err);
@@ -315,11 +319,14 @@ fn bad_rows_and_settings_are_refused_by_name() {
     let mut rows = fixture_rows();
     rows[2].as_object_mut().expect("an object").retain(|key, _| !key.starts_with("teacher"));
     w.write("rows.jsonl", lines(&rows));
-    for verb in ["check", "run"] {
+    for verb in ["check", "data", "run"] {
         let r = w.ft(&[verb, "r.toml"]);
-        let words = "rows without values of a teacher (the first: line 3 of source 1)";
-        assert!(r.code == 2 && r.err.contains(words) && r.err.contains("hint: ft logits"), "{}", r.err);
+        let words = "rows.jsonl:3: no values of a teacher (teacher_ids)";
+        assert!(r.code == 3 && r.err.contains(words) && r.err.contains("hint: ft logits"), "{}", r.err);
     }
+    let r = w.ok(&["data", "r.toml", "data.on_bad_row=skip"]);
+    assert!(r.err.contains("of 8 rows 1 is left out"), "{}", r.err);
+    assert!(r.out.contains("left out     1\n"), "{}", r.out);
     for (set, words) in [
         ("task=sft", "distill.temperature does nothing with this task"),
         ("distill.temperature=0", "distill.temperature"),

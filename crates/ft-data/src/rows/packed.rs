@@ -23,8 +23,6 @@ pub struct Rows {
     pub longest: u32,
     /// Whether a sample has weights.
     pub weighted: bool,
-    /// A sample without values of a teacher.
-    pub without_teacher: Option<u32>,
     /// Whether a sample has values of a teacher.
     pub has_teacher: bool,
 }
@@ -163,8 +161,6 @@ impl RowsWriter {
         self.rows.tokens += tokens;
         self.rows.weighted |= items.iter().any(|i| i.weighted);
         self.rows.has_teacher |= items.iter().any(|i| i.kept > 0);
-        self.rows.without_teacher =
-            self.rows.without_teacher.or(items.iter().find(|i| i.kept == 0).map(|i| i.sample));
         self.rows.targets += items.iter().map(|i| u64::from(i.targets)).sum::<u64>();
         self.rows.longest =
             items.iter().flat_map(|i| i.documents()).map(saturating_u32).fold(self.rows.longest, u32::max);

@@ -27,6 +27,8 @@ pub(crate) enum Note {
     Merged,
     /// A last turn without an end in the text.
     Open,
+    /// An end-of-sequence token behind a `{% generation %}` block.
+    StopOutside,
     /// A pair of equal completions.
     Equal,
     /// A rated completion, desirable or not.
@@ -77,9 +79,14 @@ impl Note {
                 "{s} in which pieces of data.max_length tokens have nothing supervised: they are left out"
             ),
             Note::Open => format!(
-                "{s} in which the chat template writes nothing behind the last answer: it trains no end of a turn\n  \
+                "{s} in which the chat template writes no end behind the last answer: it trains no end of a turn\n  \
                  hint: conversations of several turns do, where the next header is an end-of-sequence token of the \
                  model"
+            ),
+            Note::StopOutside => format!(
+                "{s} in which the chat template writes an end-of-sequence token behind a {{% generation %}} block: it \
+                 is not supervised, so the model may not learn to stop\n  hint: a template with the token inside the \
+                 block (data.chat_template)"
             ),
             Note::NoRows => format!("{} without rows", plural(rows, "file")),
             Note::Equal => {

@@ -250,6 +250,100 @@ fn a_turn_may_end_by_the_next_ones_header() {
     assert!(read(&t, &row, &Map::new()).unwrap().2.is_empty());
 }
 
+/// As in GLM's template: text ends a call, and the next header ends the turn.
+#[test]
+fn a_turn_with_a_call_may_end_by_the_next_ones_header() {
+    let t = with_template(
+        "{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content }}\
+         {% for c in m.tool_calls or [] %}<c>{{ c.function.name }} {{ c.function.arguments | tojson }}</c>{% endfor %}\
+         {% else %}{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}{{ m.content }}{% endif %}{% endfor %}\
+         {% if add_generation_prompt %}<a>{% endif %}",
+    );
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let call = |arguments: Value| {
+        let calls = json!([{"type": "function", "function": {"name": "add", "arguments": arguments}}]);
+        json!({"role": "assistant", "content": "", "tool_calls": calls})
+    };
+    let row = json!({"messages": [
+        turn("user", "q"), call(json!({"a": "x"})), turn("tool", "3"), turn("assistant", "It is 3"),
+        turn("user", "q"), call(json!({"a": 1})), turn("tool", "4"), call(json!({})),
+    ]});
+    let (text, spans, notes) = read(&t, &row, &Map::new()).unwrap();
+    let spans: Vec<&str> = spans.into_iter().map(|s| &text[s]).collect();
+    let ends = [
+        "<c>add {\"a\": \"x\"}</c><|endoftext|>",
+        "It is 3<|im_end|>",
+        "<c>add {\"a\": 1}</c><|endoftext|>",
+        "<c>add {}</c>",
+    ];
+    assert_eq!((spans, notes), (ends.to_vec(), vec![Note::Open]));
+}
+
+#[test]
+fn a_turn_with_an_end_of_its_own_stops_there() {
+    let t = with_template(
+        "{% for m in messages %}<|endoftext|>{{ m.role }}:{{ m.content }}!<|im_end|>{% endfor %}\
+         {% if add_generation_prompt %}<|endoftext|>assistant:{% endif %}",
+    );
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let row = json!({"messages": [turn("user", "q"), turn("assistant", "a"), turn("user", "q"), turn("assistant", "b")]});
+    let (text, spans, notes) = read(&t, &row, &Map::new()).unwrap();
+    let spans: Vec<&str> = spans.into_iter().map(|s| &text[s]).collect();
+    assert_eq!((spans, notes), (vec!["a!<|im_end|>", "b!<|im_end|>"], Vec::new()));
+}
+
+/// gpt-oss' results repeat the name of the function, the only text of such calls.
+#[test]
+fn calls_without_texts_are_found_where_their_results_repeat_the_name() {
+    let path = fixture("templates/openai-gpt-oss.jinja");
+    let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).unwrap().unwrap();
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let call = |arguments: Value| {
+        let calls = json!([{"type": "function", "function": {"name": "add", "arguments": arguments}}]);
+        json!({"role": "assistant", "content": "", "tool_calls": calls})
+    };
+    let messages = json!([
+        turn("user", "q"),
+        call(json!({"a": 1})),
+        turn("tool", "3"),
+        call(json!({})),
+        turn("tool", "0"),
+        turn("assistant", "It is 3"),
+    ]);
+    let head = " to=functions.add<|channel|>commentary json<|message|>";
+    let spans = [
+        format!("{head}{{\"a\": 1}}<|call|>"),
+        format!("{head}{{}}<|call|>"),
+        "<|channel|>final<|message|>It is 3<|return|>".into(),
+    ];
+    assert_eq!(spans_of(&t, &messages, &Value::Null).unwrap(), spans);
+}
+
+#[test]
+fn an_end_of_sequence_token_behind_a_generation_block_is_told() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let row = json!({"messages": [turn("user", "q"), turn("assistant", "a")]});
+    for (block, notes) in [
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", vec![Note::StopOutside]),
+        ("{% generation %}{{ m.content }}{% endgeneration %}\n<|im_end|>", vec![Note::StopOutside]),
+        ("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", vec![]),
+        ("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}<|endoftext|>", vec![]),
+        // the token in a block of its own
+        (
+            "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}",
+            vec![],
+        ),
+        // no end of a turn at all
+        ("{% generation %}{{ m.content }}{% endgeneration %}</s>", vec![]),
+    ] {
+        let t = with_template(&format!(
+            "{{% for m in messages %}}<{{{{ m.role }}}}>{{% if m.role == 'assistant' %}}{block}{{% else %}}\
+             {{{{ m.content }}}}<|im_end|>{{% endif %}}{{% endfor %}}"
+        ));
+        assert_eq!(read(&t, &row, &Map::new()).unwrap().2, notes, "{block}");
+    }
+}
+
 /// As in gpt-oss' template: a token of its own ends the last turn.
 #[test]
 fn earlier_turns_may_end_without_a_stop() {
@@ -489,10 +583,11 @@ fn no_span_holds_another_message() {
     let t = with_template(&template.replace("<turn|>", "<|im_end|>"));
     let calls =
         json!([{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]);
-    let messages = |text: &str| {
+    let of = |text: &str, calls: &Value| {
         json!([{"role": "user", "content": "q?"}, {"role": "assistant", "content": text, "tool_calls": calls},
             {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "It rains."}])
     };
+    let messages = |text: &str| of(text, &calls);
     let told = spans_of(&t, &messages("Let me check."), &Value::Null).unwrap_err();
     assert!(
         told.contains("messages[1]") && told.contains("another message stands inside its turn"),
@@ -501,6 +596,10 @@ fn no_span_holds_another_message() {
     // the result repeats the name of the function, and the city locates the call
     let call = "<|tool_call>call:get_weather{city:<|\"|>Oslo<|\"|>}<tool_call|><|tool_response>";
     assert_eq!(spans_of(&t, &messages(""), &Value::Null).unwrap(), [call, "It rains.<|im_end|>"]);
+    // no text but the name
+    let calls = json!([{"type": "function", "function": {"name": "get_weather", "arguments": {"days": 3}}}]);
+    let call = "<|tool_call>call:get_weather{days:3}<tool_call|><|tool_response>";
+    assert_eq!(spans_of(&t, &of("", &calls), &Value::Null).unwrap(), [call, "It rains.<|im_end|>"]);
 }
 
 /// LLaMA-Factory's rows with calls of tools.

@@ -60,6 +60,7 @@ fn data(max_length: usize) -> ft_recipe::Data {
         template: Default::default(),
         neftune: 0.0,
         scores: Default::default(),
+        taught: false,
     }
 }
 

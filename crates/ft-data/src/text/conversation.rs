@@ -58,7 +58,11 @@ pub(crate) fn render(
         return Ok((text, Vec::new()));
     }
     let spans = if has_generation {
-        without(chat, generation, &fragments, marked.as_ref())?
+        let spans = without(chat, generation, &fragments, marked.as_ref())?;
+        if rendering.stops_outside(&spans) {
+            notes.push(Note::StopOutside);
+        }
+        spans
     } else {
         let spans = spans::assistant(&rendering, marked);
         let spans = spans.map_err(|message| match raised.take() {

@@ -13,9 +13,9 @@
 //! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
 //!
 //! Some templates close a turn only by the next header (GLM's `<|user|>`). If that header begins with an
-//! end-of-sequence token, the span includes it; the last turn has no end to train. Others write an end-of-sequence
-//! token behind the last turn alone (`<|return|>` of gpt-oss; earlier turns have `<|end|>`): earlier spans then stop
-//! at their content.
+//! end-of-sequence token, and the turn has none, the span includes it; the last turn has no end to train. Others
+//! write an end-of-sequence token behind the last turn alone (`<|return|>` of gpt-oss; earlier turns have `<|end|>`):
+//! earlier spans then stop at their content.
 //!
 //! If the renderings disagree, or a span holds another message (Gemma 4 writes the results of tools before the text of
 //! the call), the result is an error, never a guessed mask.
@@ -74,16 +74,14 @@ pub(super) fn assistant(rendering: &Rendering<'_>, marked: Option<Marked>) -> Re
     };
     let of_others = |id: usize| marked.message(id).is_some_and(|m| !is_assistant(&messages[m]));
     for &i in &turns {
-        let own = match marked.anchor(&marked.whole, i) {
-            Some(own) => own,
+        let (first, own) = match marked.own(i, rendering) {
+            Some(found) => found,
             None if !says_something(&messages[i]) => continue,
             None => return Err(unclear(i, "it cannot be found in the text")),
         };
-        let first = marked.at(&marked.whole, i).unwrap_or(own);
         let start = marked.start(i, first, render)?;
-        let end = marked.end(i, own, rendering)?;
-        out.open |= end.is_none();
-        let end = end.unwrap_or(own);
+        let (end, open) = marked.end(i, own, rendering)?;
+        out.open |= open;
         if start > first || end < own || out.spans.last().is_some_and(|s| s.1.end > start) {
             return Err(unclear(i, "its turn overlaps another"));
         }
@@ -257,9 +255,24 @@ impl Marked {
 
     /// End of message `i` in a rendering: the mark plus the rest of the message.
     fn anchor(&self, seen: &Rendered, i: usize) -> Option<usize> {
-        let at = self.at(seen, i)?;
+        self.behind(seen, i, self.at(seen, i)?)
+    }
+
+    /// End of message `i` in a rendering, with its mark at `at`.
+    fn behind(&self, seen: &Rendered, i: usize, at: usize) -> Option<usize> {
         let rest = &self.main.get(i)?.as_ref()?.1;
         seen.text[at..].starts_with(rest.as_str()).then_some(at + rest.len())
+    }
+
+    /// Mark and end of message `i` in the whole text. A later message may repeat the marked string (the name of a
+    /// call, in its result): as many marks then count as the text up to the message has.
+    fn own(&self, i: usize, rendering: &Rendering<'_>) -> Option<(usize, usize)> {
+        let (id, whole) = (self.main.get(i)?.as_ref()?.0, &self.whole);
+        let repeats = i + 1 < self.messages.len() && whole.all(id).count() > 1;
+        let upto = repeats.then(|| (rendering.render)(&self.messages[..=i], &self.tools, false, true).ok());
+        let count = upto.flatten().map_or(0, |text| Rendered::new(&text).all(id).count());
+        let at = count.checked_sub(1).and_then(|last| whole.all(id).nth(last)).or_else(|| whole.at(id))?;
+        Some((at, self.behind(whole, i, at)?))
     }
 
     /// The last message in a rendering (`None` if no mark appears), and the text after it.
@@ -348,14 +361,11 @@ impl Marked {
         }
     }
 
-    /// End of the turn of message `i`, with content ending at `own`; `None` if the text ends with the content.
-    fn end(&self, i: usize, own: usize, rendering: &Rendering<'_>) -> Result<Option<usize>, String> {
+    /// End of the turn of message `i`, with content ending at `own`; and whether only a next message would end it.
+    fn end(&self, i: usize, own: usize, rendering: &Rendering<'_>) -> Result<(usize, bool), String> {
         let (text, count) = (&self.whole.text, rendering.chat.messages.len());
-        // an end-of-sequence token at the start of the following text
-        let behind = text[own..].trim_start();
-        let stop = rendering.stops.iter().filter(|s| behind.starts_with(s.as_str())).map(String::len).max();
-        let stop = stop.map(|bytes| text.len() - behind.len() + bytes);
-        let or_stop = |why: &str| stop.map(Some).ok_or_else(|| unclear(i, why));
+        let stop = rendering.stop(text, own);
+        let or_stop = |why: &str| stop.map(|end| (end, false)).ok_or_else(|| unclear(i, why));
         let upto;
         let seen = if i + 1 == count {
             &self.whole
@@ -372,16 +382,31 @@ impl Marked {
         let closing = seen.text[from..].trim_end();
         if closing.is_empty() {
             if i + 1 == count {
-                return Ok(None);
+                return Ok((own, true));
             }
             return or_stop("nothing is written at its end, so a model could not learn to stop");
         }
         if !text[own..].starts_with(closing) {
             if rendering.stops.iter().any(|s| s == closing.trim_start()) {
-                return Ok(Some(stop.unwrap_or(own)));
+                return Ok((stop.unwrap_or(own), false));
             }
             return or_stop("its end is written otherwise when a message follows");
         }
-        Ok(Some(own + closing.len()))
+        let end = own + closing.len();
+        if rendering.stops.iter().any(|s| closing.contains(s.as_str())) {
+            return Ok((end, false));
+        }
+        let open = i + 1 == count && self.ends_by_header(i, closing, rendering);
+        Ok((rendering.stop(text, end).unwrap_or(end), open))
+    }
+
+    /// Whether a message behind the last one, `i`, would end its turn: an end-of-sequence token behind `closing`.
+    fn ends_by_header(&self, i: usize, closing: &str, rendering: &Rendering<'_>) -> bool {
+        let mut messages = self.messages.clone();
+        messages.push(jinja(&serde_json::json!({ "role": "user", "content": "." })));
+        rendering.of(&messages, &self.tools).is_some_and(|seen| {
+            let own = self.anchor(&seen, i).filter(|own| seen.text[*own..].starts_with(closing));
+            own.is_some_and(|own| rendering.stop(&seen.text, own + closing.len()).is_some())
+        })
     }
 }

@@ -30,7 +30,7 @@ use std::time::SystemTime;
 
 /// Version of the tokens and of the cache format; raised by any change of either. A test compares the tokens
 /// of a corpus with a digest.
-pub(crate) const VERSION: u32 = 12;
+pub(crate) const VERSION: u32 = 13;
 /// Versions of the libraries that make tokens, as in `Cargo.lock`.
 pub(crate) const TOKENIZERS: &str = "0.23.2";
 pub(crate) const MINIJINJA: &str = "3.0.5";
@@ -75,7 +75,7 @@ impl CacheKey<'_> {
             "ft": VERSION, "tokenizers": TOKENIZERS, "minijinja": MINIJINJA, "vocab": self.vocab_size, "files": files,
             "format": self.schema.format.word(), "fields": self.source.fields, "mask": self.schema.mask.word(),
             "chat": self.schema.chat, "plain": self.schema.plain, "part": part, "encoding": self.source.encoding,
-            "scores": self.data.scores.labels(),
+            "scores": self.data.scores.labels(), "taught": self.data.taught,
             "template": self.data.template, "model": model,
         });
         Some(blake3::hash(key.to_string().as_bytes()).to_hex()[..32].to_string())

@@ -304,8 +304,15 @@ impl Encoder<'_> {
         }
     }
 
-    /// Refuses values of a teacher with a larger vocabulary.
+    /// Refuses values of a teacher with a larger vocabulary, and a row without values if the task needs them.
     fn check_teacher(&self, teacher: Option<&TeacherLogits>) -> Result<(), String> {
+        if self.data.taught && teacher.is_none() {
+            return Err(format!(
+                "no values of a teacher ({}), which task = \"distill\" needs\n  hint: ft logits TEACHER RECIPE --out \
+                 DIR writes rows with them",
+                self.schema.name("teacher_ids")
+            ));
+        }
         let size = self.vocab_size;
         for (i, at) in teacher.iter().flat_map(|t| t.values.iter().enumerate()) {
             if let Some((id, _)) = at.iter().find(|(id, _)| *id as usize >= size) {

@@ -50,6 +50,24 @@ fn rules_choose_by_group_name_and_expression() -> Result<()> {
     Ok(())
 }
 
+/// Specific rules before general ones, mostly.
+#[test]
+fn a_rule_that_later_ones_override_wholly_is_told() -> Result<()> {
+    let c = config(json!({}))?;
+    let [q, attention] = ["q_proj", "attention"].map(|of| format!("[[train]]\nmodules = [\"{of}\"]\n"));
+    for (later, told) in [
+        (attention.clone() + "rank = 2", true),
+        (format!("[[train]]\nmodules = [\"mlp\"]\n{attention}method = \"freeze\""), true),
+        (attention.clone() + "rank = 2\nlayers = [1]", false),
+    ] {
+        let notes = select(&c, &format!("{q}{later}"))?.notes;
+        assert_eq!(notes.len(), usize::from(told), "{later}: {notes:?}");
+        assert!(notes.iter().all(|n| n.contains("train.0 does nothing: later rules")), "{notes:?}");
+    }
+    assert!(select(&c, &format!("{attention}{q}rank = 2"))?.notes.is_empty());
+    Ok(())
+}
+
 #[test]
 fn a_rule_that_matches_nothing_lists_what_there_is() -> Result<()> {
     let c = config(json!({}))?;

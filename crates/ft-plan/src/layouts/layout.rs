@@ -1,5 +1,6 @@
 //! Layouts of ranks over the axes of `[parallel]`.
 
+use ft_recipe::Parallel;
 use serde::Serialize;
 
 /// Numbers of ranks by axis, and the ZeRO stage.
@@ -20,6 +21,12 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// The layout of a recipe.
+    pub fn of(p: &Parallel) -> Self {
+        let (data, pipeline, context) = (p.data, p.pipeline, p.context);
+        Self { data, pipeline, context, tensor: p.tensor, expert: p.expert, zero: p.zero }
+    }
+
     /// Layouts of `devices` ranks in a search, for a model of so many `layers` with so many `experts` each (0 for
     /// none); `cuts` is true for a number of ranks that divides its matrices. A stage of one rank has nothing to split
     /// by ZeRO.

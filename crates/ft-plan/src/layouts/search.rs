@@ -85,7 +85,7 @@ impl Arithmetic {
         let own = Machine { threads: (m.threads / sharing).max(1), ..m };
         let source = |m| rates::predict(m, family, WORK).map(|r| r.source);
         let from = match (source(own), source(m)) {
-            (Some(Source::OtherFamily), Some(Source::Measured)) | (None, _) => m,
+            (Some(Source::OtherFamily(_)), Some(Source::Measured(_))) | (None, _) => m,
             _ => own,
         };
         let Self { rate, source } = Self::of_device(from, family);

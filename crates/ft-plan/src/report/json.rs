@@ -27,7 +27,7 @@ impl Plan {
         let time = range.map(|r| {
             json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high),
                    "tokens_per_second": [tokens / r.high, tokens / r.low], "data_sheet": sheet(r.source),
-                   "probe": probe(r.source), "other_family": r.source == Source::OtherFamily})
+                   "probe": probe(r.source), "other_family": matches!(r.source, Source::OtherFamily(_))})
         });
         let c = self.execution.recompute;
         let mut out = json!({

@@ -147,8 +147,8 @@ impl Plan {
         });
         writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))?;
         let by = match r.source {
-            Source::Measured => String::new(),
-            Source::Probe(_) | Source::OtherFamily => format!(", {}", r.source.words()),
+            Source::Measured(_) => String::new(),
+            Source::Probe(_) | Source::OtherFamily(_) => format!(", {}", r.source.words()),
             Source::Datasheet(_) => {
                 format!(", {}: not measured (ft bench --probe measures)", r.source.words())
             }

@@ -60,13 +60,18 @@ pub struct Probe {
 impl Probe {
     /// The day of the measurement.
     pub fn day(&self) -> &str {
-        self.date.split('T').next().unwrap_or_default()
+        day(&self.date)
     }
 
     /// The device, and the day on which it was measured.
     pub fn words(&self) -> String {
         format!("measured on {} on {}", self.device, self.day())
     }
+}
+
+/// The day of a time as in RFC 3339.
+pub fn day(date: &str) -> &str {
+    date.split('T').next().unwrap_or_default()
 }
 
 /// Probes that this process has looked up or measured. A plan asks again for each of its candidates, and must get the
@@ -113,7 +118,8 @@ fn read(path: &Path, card: &str) -> Result<Option<Probe>, String> {
     if probe.rates.are_sound() { Ok(Some(probe)) } else { Err("a rate is not a positive number".into()) }
 }
 
-/// A driver's name of a card that is in no table, as a name of [`ft_kernels::Machine`]. A process meets few.
+/// A text for the life of the process, which meets few: a driver's name of a card that is in no table, as a name of
+/// [`ft_kernels::Machine`], or a day.
 pub fn named(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);

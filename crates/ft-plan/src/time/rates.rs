@@ -31,9 +31,19 @@ pub const MEMORY_SHARE: f64 = 0.8;
 pub struct Rate {
     /// Work (`super::Work`) per second of a whole training step.
     pub step: f64,
+    /// Time of the measurement, UTC, as in RFC 3339; `None` in files of earlier versions.
+    #[serde(default)]
+    pub date: Option<String>,
     /// Date of the probe in whose units `step` is; `None` without one. Set by [`save`].
     #[serde(default)]
     pub probed: Option<String>,
+}
+
+impl Rate {
+    /// The day of the measurement; empty if unknown.
+    fn day(&self) -> &'static str {
+        self.date.as_deref().map_or("", |date| probe::named(probe::day(date)))
+    }
 }
 
 /// A time range in seconds.
@@ -47,10 +57,10 @@ pub struct Range {
 /// Origin of the rate of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
-    /// A step that `ft bench` measured on such a machine, of a model of the same family.
-    Measured,
+    /// A step that `ft bench` measured on this day (empty if unknown) on such a machine, of a model of the same family.
+    Measured(&'static str),
     /// The same of a model of another family.
-    OtherFamily,
+    OtherFamily(&'static str),
     /// Rates of the card, measured by its probe.
     Probe(&'static Probe),
     /// The data sheet of this card.
@@ -60,9 +70,12 @@ pub enum Source {
 impl Source {
     /// The origin in words.
     pub fn words(self) -> String {
+        let on = |day: &str| if day.is_empty() { String::new() } else { format!(" on {day}") };
         match self {
-            Self::Measured => "measured by ft bench".into(),
-            Self::OtherFamily => "measured by ft bench, on a model of another family".into(),
+            Self::Measured(day) => format!("measured by ft bench{}", on(day)),
+            Self::OtherFamily(day) => {
+                format!("measured by ft bench, on a model of another family{}", on(day))
+            }
             Self::Probe(probe) => format!("by rates {}", probe.words()),
             Self::Datasheet(card) => format!("by the data sheet of {card}"),
         }
@@ -127,8 +140,8 @@ pub fn of_products(sheet: Datasheet) -> f64 {
 /// Seconds for `work` of a model of this family on a machine: by its measured rate, else by the probe or the data sheet
 /// of its card when it computes in a half precision, else by a rate of another family. `None` without any.
 pub fn predict(m: Machine, family: &str, work: f64) -> Option<Range> {
-    let measured = find(m, family).map(|rate| (rate.step, SPREAD, Source::Measured));
-    let other = || find_other(m).map(|rate| (rate.step, SHEET_SPREAD, Source::OtherFamily));
+    let measured = find(m, family).map(|rate| (rate.step, SPREAD, Source::Measured(rate.day())));
+    let other = || find_other(m).map(|rate| (rate.step, SHEET_SPREAD, Source::OtherFamily(rate.day())));
     let by_parts = || probe_of(m).map(|probe| (probe.rates.products, SPREAD, Source::Probe(probe)));
     let estimated = || {
         let name = m.card.filter(|_| m.cuda && !m.computes_in_f32())?;
@@ -164,6 +177,19 @@ mod tests {
         assert_eq!(predict(on(Some("L40S"), 4), "qwen3", 1e15).map(|r| r.source), None);
     }
 
+    /// A rate of an earlier version has no day.
+    #[test]
+    fn a_measured_rate_has_its_day() {
+        let words = |date: Option<&str>| {
+            let rate = Rate { step: 1.0, date: date.map(str::to_string), probed: None };
+            [Source::Measured(rate.day()), Source::OtherFamily(rate.day())].map(Source::words)
+        };
+        let others = "measured by ft bench, on a model of another family";
+        assert_eq!(words(None), ["measured by ft bench", others]);
+        let dated = ["measured by ft bench on 2026-11-26".to_string(), format!("{others} on 2026-11-26")];
+        assert_eq!(words(Some("2026-11-26T10:00:00Z")), dated);
+    }
+
     /// A name of its own: other tests of this process plan for the cards of the table.
     #[test]
     fn measured_rates_come_before_data_sheets() {
@@ -177,7 +203,7 @@ mod tests {
         // those of bf16 say nothing about f32
         assert_eq!(predict(on(Some(card), 4), "qwen3", 1e15), None);
         // rates of steps are in units of the probe that was there
-        let rate = |probed: Option<&str>| Rate { step: 1.0, probed: probed.map(str::to_string) };
+        let rate = |probed: Option<&str>| Rate { step: 1.0, date: None, probed: probed.map(str::to_string) };
         assert!(in_units(&rate(Some(&probe.date)), Some(probe)) && in_units(&rate(None), None));
         assert!(!in_units(&rate(None), Some(probe)) && !in_units(&rate(Some("2026-11-25T")), Some(probe)));
     }

@@ -82,6 +82,7 @@ macro_rules! rows {
 const LORA: &str = " does nothing: no [[train]] rule has method = \"lora\"";
 const OWN: &str = " does nothing: every rule with method = \"lora\" has another value of its own";
 const FORM: &str = " does nothing: rows of this format have one form only";
+const LABELS: &str = " does nothing: the labels of these rows say what is supervised";
 const TASK: &str = " does nothing with this task";
 const OUT: &str = "leave it out";
 const NO_DATA: &str = " does nothing: there is nothing to evaluate on";
@@ -125,6 +126,16 @@ const ROWS: &[Row] = rows! {
         " does nothing with modules = [\"new_tokens\"]", "leave it out: the rows themselves train";
     refuse ["data.mask"] if |c| c.r.data.all_sources().all(|s| s.mask.is_some()),
         of ["data"]: " does nothing: every source has a mask of its own", OUT;
+    tell ["data.mask"] if |c| c.r.data.all_sources().all(|s| s.format.is_some_and(has_labels)), of ["data"]:
+        LABELS, OUT;
+    tell ["data.train.0.mask"]
+        if |c| c.r.data.mask.is_none()
+            && c.r.data.train.get(c.index).and_then(|s| s.format).is_some_and(has_labels),
+        of ["data.mask", "data.train.0.format"]: LABELS, OUT;
+    tell ["data.eval.0.mask"]
+        if |c| c.r.data.mask.is_none()
+            && c.r.data.eval.get(c.index).and_then(|s| s.format).is_some_and(has_labels),
+        of ["data.mask", "data.eval.0.format"]: LABELS, OUT;
     refuse ["data.chat_template", "data.template"]
         if |c| c.r.data.all_sources().all(|s| s.format.is_some_and(|f| match f {
             // the template of the teacher's rows
@@ -180,6 +191,8 @@ const ROWS: &[Row] = rows! {
     refuse ["optimizer.min_lr"] if |c| c.r.optimizer.schedule == Schedule::Constant,
         of ["optimizer.schedule"]: " does nothing with schedule = \"constant\"",
         "leave min_lr out, or choose \"cosine\" or \"linear\"";
+    tell ["optimizer.min_lr", "optimizer.schedule"] if |c| c.r.optimizer.warmup_ratio == Some(1.0),
+        of ["optimizer.warmup_ratio"]: " does nothing with warmup_ratio = 1.0: the rate rises to the end", OUT;
     tell ["optimizer.decay"] if |c| c.r.optimizer.weight_decay == 0.0,
         of ["optimizer.weight_decay"]: " does nothing with weight_decay = 0.0", OUT;
     // a score head and modules_to_save of an adapter train in full without a rule
@@ -216,6 +229,11 @@ const ROWS: &[Row] = rows! {
     refuse ["serve.port"] if |c| c.r.serve.devices.is_empty(), of ["serve.devices"]:
         " does nothing: serve.devices is empty", "serve.devices = [\"cuda:1\"], or leave it out";
 };
+
+/// Whether rows say themselves what is supervised.
+fn has_labels(format: Format) -> bool {
+    matches!(format, Format::Tokens | Format::Labeled)
+}
 
 /// A given key without effect.
 struct Idle {

@@ -2,7 +2,7 @@
 
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
-use super::read::{Entry, number, text};
+use super::read::{Entry, is_off, number, text, words};
 use super::train::model;
 use crate::keys::{Method, Task};
 use crate::syntax::quote;
@@ -11,8 +11,8 @@ use crate::syntax::quote;
 const WARMUP: &str = "; the first update has lr / warm-up steps, not 0";
 
 conversions! {
-    optimizer, optimizer_argument, galore, galore_rank, decay_of_all, schedule_argument, min_lr_ratio, warmup,
-    router_loss;
+    optimizer, optimizer_argument, galore, galore_rank, galore_modules, decay_of_all, schedule_argument,
+    cosine_min_lr, warmup, router_loss;
     "betas" => |ctx, e| of_adamw(ctx, e, betas),
     "epsilon" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.eps", e)),
     "decay" => |ctx, e| of_adamw(ctx, e, |ctx, e| ctx.take("optimizer.weight_decay", e)),
@@ -24,7 +24,6 @@ conversions! {
         true => refused("of Muon, many times that of AdamW: choose optimizer.lr"),
         false => ctx.take("optimizer.lr", e),
     },
-    "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
     "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
 }
 
@@ -78,9 +77,28 @@ fn galore_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// `rank=64, update_proj_gap=100, scale=0.1`
+/// `optim_target_modules`: all linears, or some of them.
+fn galore_modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    const ALL: &str = "GaLore projects all matrices that train in full";
+    let named = words(&e.value).join(", ");
+    match named.replace('_', "-").as_str() {
+        "" => needless("not set"),
+        _ if !["optim", "optimizer"].iter().any(|key| ctx.word(key).contains("galore")) => {
+            needless("the optimizer is not GaLore")
+        }
+        "all-linear" => needless(ALL),
+        _ => refused(format!("{ALL}, not those of {named} alone")),
+    }
+}
+
+/// `rank=64, update_proj_gap=100, scale=0.1`, or one of them as a key of a table
 fn optimizer_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    let Some(written) = text(&e.value) else { return needless("not set") };
+    let written = match (e.path.split_once('.'), text(&e.value)) {
+        (Some((_, name)), Some(value)) => format!("{name}={value}"),
+        (None, Some(written)) => written,
+        (_, None) if is_off(&e.value) => return needless("not set"),
+        (_, None) => return refused("keys of [optimizer] are in ft schema"),
+    };
     let (mut set, mut unknown) = (Vec::new(), Vec::new());
     for argument in written.split(',').map(str::trim).filter(|a| !a.is_empty()) {
         let (name, value) = argument.split_once('=').unwrap_or((argument, ""));
@@ -135,6 +153,14 @@ fn schedule_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         Some("min_lr_rate") => min_lr_ratio(ctx, e),
         Some("num_cycles") if number(&e.value) == Some(0.5) => needless("half a cosine is what there is"),
         _ => refused("the schedules are cosine, linear and constant, with warm-up and optimizer.min_lr"),
+    }
+}
+
+/// axolotl's `cosine_min_lr_ratio`: of one schedule.
+fn cosine_min_lr(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match ctx.word("lr_scheduler").as_str() {
+        "cosine" => min_lr_ratio(ctx, e),
+        other => needless(format!("of the schedule \"cosine\" alone there, and this is {other:?}")),
     }
 }
 

@@ -63,6 +63,7 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
         }
         ("", _) if tool == "TRL" && entries.get("center_rewards_coefficient").is_some() => Task::Reward,
         ("rm" | "reward" | "reward_modeling", _) => Task::Reward,
+        ("" | "sft", "dft") => return Err(format!("{NO_LOSS}, dft")),
         ("" | "sft" | "pt" | "train" | "none" | "false", _) => Task::Sft,
         ("dpo", "" | "sigmoid" | "ipo") | ("ipo", _) => Task::Dpo,
         ("orpo", _) | ("dpo", "orpo") => Task::Orpo,

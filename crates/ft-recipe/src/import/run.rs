@@ -2,6 +2,7 @@
 
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
+use super::prefer::reads_pairs;
 use super::read::{Entry, is_off, number, text, truth, words};
 use crate::keys::{Interval, Kind, Task, find_key};
 use crate::syntax::quote;
@@ -16,7 +17,7 @@ const NODES: [&str; 2] = ["launch.nnodes", "launch.num_nodes"];
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
-    deepspeed, fsdp, launch, plugins, report_to, sampling, kept, epochs, timeout;
+    deepspeed, fsdp, launch, plugins, report_to, sampling, kept, epochs, timeout, best, greater;
     "patience" => |ctx, e| ctx.take("run.patience", e),
     "saved" => |ctx, e| if e.line == 0 { per_epoch(ctx, e) } else { ctx.take("run.save_every", e) },
     "fsdp_version" => |ctx, e| match (number(&e.value), ctx.get("fsdp").is_none_or(is_off)) {
@@ -140,6 +141,32 @@ fn kept(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         0 if saves => refused("every checkpoint is kept there, here the newest run.keep, 2 by default"),
         0 => needless("there are no checkpoints on the way"),
         _ => ctx.take("run.keep", e),
+    }
+}
+
+/// `metric_for_best_model`, with or without `eval_`.
+fn best(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let word = text(&e.value).unwrap_or_default();
+    let has_accuracy = reads_pairs(ctx.task) && ctx.task != Task::Kto;
+    match word.strip_prefix("eval_").unwrap_or(&word) {
+        _ if is_off(&e.value) => needless("not set"),
+        "loss" => converted(ctx.set("run.best", quote("loss"), e)),
+        "accuracy" | "rewards/accuracies" if has_accuracy => {
+            converted(ctx.set("run.best", quote("accuracy"), e))
+        }
+        _ => refused(format!("{word}: run.best takes loss, or the accuracy of pairs and of classes")),
+    }
+}
+
+/// `greater_is_better` of `metric_for_best_model`, which is the loss by default.
+fn greater(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let metric = ctx.word("metric_for_best_model");
+    match truth(&e.value) {
+        None => needless("not set"),
+        Some(greater) if greater != (metric.is_empty() || metric.ends_with("loss")) => {
+            needless("so it is here too")
+        }
+        _ => refused("run.best = \"loss\" is the lowest one, \"accuracy\" the highest one"),
     }
 }
 

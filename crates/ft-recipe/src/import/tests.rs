@@ -1,9 +1,9 @@
 use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
-use crate::check::Foreign;
+use crate::check::{Foreign, module_regex};
 use crate::keys::{
-    Dtype, Form, Format, Interval, Mask, Offload, OptimizerName, OverLength, PreferenceLoss, Reference,
+    Best, Dtype, Form, Format, Interval, Mask, Offload, OptimizerName, OverLength, PreferenceLoss, Reference,
     find_key,
 };
 use std::path::PathBuf;
@@ -406,6 +406,110 @@ fn mixtures_of_the_handbook_are_sources() {
     assert_eq!((data.eval[1].source.as_str(), data.eval[1].split.as_deref()), ("d/e", Some("test_sft")));
 }
 
+/// PEFT's `modules_to_save` are the modules whose names end so, and all inside them.
+#[test]
+fn saved_modules_are_those_with_the_end_of_a_name() {
+    let norms = ["model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm"];
+    let inside = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate"];
+    for (text, key) in
+        [(AXOLOTL, "lora_modules_to_save"), (TRL, "lora_modules_to_save"), (FACTORY, "additional_target")]
+    {
+        let imported = of(&format!("{text}{key}: 'embed_tokens,norm, self_attn,mlp.gate,lm_head'\n"));
+        assert_eq!(fate(&imported, key), Fate::Converted, "{}", listing(&imported));
+        let modules = parsed(&imported).train.remove(1).modules;
+        assert_eq!((modules[0].as_str(), modules[4].as_str()), ("embedding", "head"));
+        let matched = |entry: &str, names: &[&str]| {
+            let regex = module_regex(entry).and_then(Result::ok).expect(entry);
+            names.iter().map(|name| regex.is_match(name)).collect::<Vec<_>>()
+        };
+        assert_eq!(matched(&modules[1], &norms), [true; 3]);
+        assert_eq!(matched(&modules[1], &inside), [false; 2]);
+        assert_eq!(matched(&modules[2], &inside), [true, false], "a module has others inside");
+        assert_eq!(matched(&modules[3], &inside), [false, true]);
+    }
+    let odd = of(&format!("{TRL}lora_modules_to_save: ['.*norm']\n"));
+    assert_eq!(fate(&odd, "lora_modules_to_save"), Fate::NotSupported, "{}", listing(&odd));
+}
+
+/// axolotl's minimum of the learning rate is of the schedule "cosine", its default.
+#[test]
+fn a_minimum_of_the_cosine_is_of_no_other_schedule() {
+    let minimum = |schedule: &str| {
+        let imported = of(&format!("{AXOLOTL}learning_rate: 1e-4\ncosine_min_lr_ratio: 0.1\n{schedule}"));
+        (parsed(&imported).optimizer.min_lr, fate(&imported, "cosine_min_lr_ratio"))
+    };
+    for schedule in ["", "lr_scheduler: cosine\n"] {
+        assert_eq!(minimum(schedule), (1e-5, Fate::Converted), "{schedule}");
+    }
+    for schedule in ["linear", "constant", "one_cycle"] {
+        assert_eq!(minimum(&format!("lr_scheduler: {schedule}\n")), (0.0, Fate::NoEffect), "{schedule}");
+    }
+}
+
+/// Tables of arguments may be texts in JSON.
+#[test]
+fn tables_may_be_texts() {
+    let trl =
+        "trl sft --model_name_or_path m --dataset_name d --use_peft --lr_scheduler_type cosine_with_min_lr";
+    for text in [
+        format!("{trl} --lr_scheduler_kwargs '{{\"min_lr\": 1e-5}}'"),
+        format!("{TRL}lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: '{{\"min_lr\": 1e-5}}'\n"),
+    ] {
+        let imported = of(&text);
+        assert_eq!(fate(&imported, "lr_scheduler_kwargs.min_lr"), Fate::Taken, "{}", listing(&imported));
+        assert_eq!(parsed(&imported).optimizer.min_lr, 1e-5, "{text}");
+    }
+    let bad = of(&format!("{trl} --lr_scheduler_kwargs \"{{'min_lr': 1e-5}}\""));
+    assert_eq!(fate(&bad, "lr_scheduler_kwargs"), Fate::NotSupported, "{}", listing(&bad));
+    let more = of(&format!(
+        "{trl} --gradient_checkpointing_kwargs '{{}}' --model_init_kwargs '{{\"torch_dtype\": \"auto\"}}'"
+    ));
+    let keys = ["gradient_checkpointing_kwargs", "model_init_kwargs.torch_dtype"];
+    assert_eq!(keys.map(|key| fate(&more, key)), [Fate::NoEffect; 2], "{}", listing(&more));
+    let full = AXOLOTL.replace("adapter: lora\n", "optimizer: galore_adamw\n");
+    for arguments in ["{rank: 64}", "'{\"rank\": 64}'", "rank=64"] {
+        let r = recipe(&format!("{full}optim_args: {arguments}\n"));
+        assert_eq!(r.optimizer.galore_rank, 64, "{arguments}");
+    }
+}
+
+/// GaLore here projects all that trains in full.
+#[test]
+fn targets_of_galore_are_all_linears() {
+    for (optim, modules, expected) in [
+        ("galore_adamw", "all-linear", Fate::NoEffect),
+        ("galore_adamw", "[q_proj]", Fate::NotSupported),
+        ("adamw_torch", "[q_proj]", Fate::NoEffect),
+    ] {
+        let text = "model_name_or_path: m\ndataset_name: d\n";
+        let imported = of(&format!("{text}optim: {optim}\noptim_target_modules: {modules}\n"));
+        let told = fate(&imported, "optim_target_modules");
+        assert_eq!(told, expected, "{optim} {modules}\n{}", listing(&imported));
+    }
+}
+
+/// The metric of the best checkpoint: the loss, or the accuracy of pairs.
+#[test]
+fn the_best_metric_is_a_loss_or_an_accuracy() {
+    let eval = "val_size: 0.1\neval_strategy: steps\neval_steps: 5\nload_best_model_at_end: true\n";
+    for (stage, metric, greater, best, expected) in [
+        ("sft", "loss", false, Best::Loss, [Fate::Converted, Fate::NoEffect]),
+        ("sft", "eval_loss", true, Best::Loss, [Fate::Converted, Fate::NotSupported]),
+        ("sft", "eval_accuracy", true, Best::Loss, [Fate::NotSupported, Fate::NoEffect]),
+        ("rm", "eval_accuracy", true, Best::Accuracy, [Fate::Converted, Fate::NoEffect]),
+        ("dpo", "eval_rewards/accuracies", false, Best::Accuracy, [Fate::Converted, Fate::NotSupported]),
+        ("kto", "eval_accuracy", true, Best::Loss, [Fate::NotSupported, Fate::NoEffect]),
+    ] {
+        let imported = of(&format!(
+            "{FACTORY}stage: {stage}\n{eval}metric_for_best_model: {metric}\ngreater_is_better: {greater}\n"
+        ));
+        let told = ["metric_for_best_model", "greater_is_better"].map(|key| fate(&imported, key));
+        assert_eq!(told, expected, "{stage} {metric}\n{}", listing(&imported));
+        let run = parsed(&imported).run;
+        assert_eq!((run.best, run.keep_best), (best, true), "{stage} {metric}");
+    }
+}
+
 /// A command may train by a file, over whose keys its flags come.
 #[test]
 fn a_command_may_train_by_a_file() {
@@ -431,6 +535,9 @@ fn a_command_may_train_by_a_file() {
         let r = parsed(&import(command, "a.sh", &Files).expect(command));
         assert_eq!((r.task, r.preference.beta(Task::Dpo)), (task, beta), "{command}");
     }
+    let command = "llamafactory-cli train f.yaml learning_rate=7e-5 stage=dpo";
+    let r = parsed(&import(command, "a.sh", &Files).expect(command));
+    assert_eq!((r.task, r.optimizer.lr), (Task::Dpo, Some(7e-5)));
     let error = import("llamafactory-cli train y.yaml\n", "a.sh", &Files).expect_err("no file");
     assert!(error.contains("ft import y.yaml"), "{error}");
 }
@@ -468,6 +575,7 @@ fn another_task_is_refused_by_name() {
         ("python examples/ppo/ppo_tldr.py --model_name_or_path m --dataset_name d --use_peft", "ppo"),
         ("python examples/scripts/dpo_online.py --model_name_or_path m --dataset_name d", "online"),
         ("model_name_or_path: m\nfinetuning_type: lora\ndataset: a\nuse_dft_loss: true", "use_dft_loss"),
+        ("trl sft --model_name_or_path m --dataset_name d --loss_type dft", "does not have, dft"),
         ("base_model: m\nadapter: lora\ndatasets: [{path: a}]\nuse_eaft: true", "use_eaft"),
         ("base_model: m\nadapter: lora\ndatasets: [{path: a}]\ndiffusion: {eps: 0.1}", "diffusion"),
         (
@@ -1187,6 +1295,29 @@ fn lost_keys_of_dataset_info_are_told() {
         let told = line(info);
         assert_eq!(told.fate, Fate::NotSupported, "{info}: {}", told.text);
         assert!(told.text.contains(advice), "{info}: {}", told.text);
+    }
+}
+
+/// `num_samples` of LLaMA-Factory's data sets, beside `max_samples` of all.
+#[test]
+fn the_fewer_samples_are_read() {
+    struct Info;
+    impl Around for Info {
+        fn read(&self, path: &str) -> Option<String> {
+            let info = r#"{"a": {"file_name": "a.json", "num_samples": 20}, "b": {"file_name": "b.json"}}"#;
+            (path == "data/dataset_info.json").then(|| info.into())
+        }
+    }
+    for (more, expected) in [
+        ("", [Some(20), None]),
+        ("max_samples: 1000\n", [Some(20), Some(1000)]),
+        ("max_samples: 7\n", [Some(7), Some(7)]),
+    ] {
+        let text = format!("{}{more}", FACTORY.replace("dataset: a", "dataset: a,b"));
+        let imported = import(&text, "a.yaml", &Info).expect("an import");
+        assert_eq!(fate(&imported, "dataset"), Fate::NotSupported, "{}", listing(&imported));
+        let read: Vec<_> = parsed(&imported).data.train.iter().map(|s| s.max_samples).collect();
+        assert_eq!(read, expected, "{more}");
     }
 }
 

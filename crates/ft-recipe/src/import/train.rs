@@ -90,6 +90,16 @@ fn module(name: &str, whole: bool) -> Result<String, String> {
     })
 }
 
+/// An entry of PEFT's `modules_to_save` as one of `train.modules`: modules whose names end so, with all inside them.
+fn saved(name: &str) -> Result<String, String> {
+    match name {
+        "lm_head" => Ok("head".into()),
+        "embed_tokens" => Ok("embedding".into()),
+        name if !name.is_empty() && is_name(name) => Ok(format!("/.*{}([.].*)?/", name.replace('.', "[.]"))),
+        other => Err(format!("{other}: not the end of a module's name; write train.modules")),
+    }
+}
+
 /// Whether a word between commas names modules, by no regular expression.
 fn is_name(word: &str) -> bool {
     word.trim().bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
@@ -168,7 +178,7 @@ fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let scores = ctx.task == Task::Reward;
     for name in words(&e.value).into_iter().filter(|n| !scores || !["score", "lm_head"].contains(&n.as_str()))
     {
-        match module(&name, false) {
+        match saved(name.trim()) {
             Ok(m) => {
                 shown.push(m.clone());
                 ctx.in_full.push((m, e.path.clone()));

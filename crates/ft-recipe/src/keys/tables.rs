@@ -125,7 +125,8 @@ table! {
         /// "default": A Kaiming-uniform, B zero. "pissa": the update begins as the truncated SVD of the weight;
         /// "olora": as the leading part of its QR decomposition. Both are subtracted from the base; the saved adapter
         /// has twice the rank and fits the unchanged base. "loftq": the update begins as the truncated SVD of the error
-        /// of model.quantize. Else the path or hub id of a PEFT adapter to continue from.
+        /// of model.quantize. These three leave embeddings and experts with one adapter a layer at the default, "loftq"
+        /// the head too. Else the path or hub id of a PEFT adapter to continue from.
         init: Init = Text, Toml("\"default\"");
     }
 }
@@ -247,7 +248,7 @@ table! {
         pack: bool = Bool, Toml("true");
         /// Whether rows come in random order.
         shuffle: bool = Bool, Toml("true");
-        /// What is supervised.
+        /// What is supervised. In rows with labels (formats tokens and labeled), the labels say it.
         mask: Option<Mask> = Word(Mask::WORDS), Absent("what the format supports");
         /// A file with a chat template to use instead of the model's own.
         chat_template: Option<PathBuf> = Text, Absent("the model's own");
@@ -259,6 +260,8 @@ table! {
         ..
         /// Targets of a score head, by the task.
         pub scores: ScoreTargets,
+        /// Whether rows need a teacher's values, by the task.
+        pub taught: bool,
     }
 }
 

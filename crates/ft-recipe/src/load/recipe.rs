@@ -6,7 +6,7 @@ use super::yaml::yaml;
 use crate::check::values::is_name;
 use crate::check::{Checker, find_unsupported, meant, nearest};
 use crate::cross;
-use crate::keys::{Recipe, Section};
+use crate::keys::{Recipe, Section, Task};
 use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, enclosing, read};
 use ft_base::error::Location;
 use ft_base::store;
@@ -154,6 +154,7 @@ impl Recipe {
         r.run.output = expand_home(&r.run.output.to_string_lossy().replace("{name}", &r.name));
         r.model.cache = r.model.cache.map(|c| expand_home(&c.to_string_lossy()));
         r.data.scores = r.scores();
+        r.data.taught = r.task == Task::Distill;
         let lora = &r.lora;
         r.train.iter_mut().for_each(|rule| rule.inherit(lora));
         r

@@ -8,8 +8,10 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use std::convert::Infallible;
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -79,7 +81,12 @@ impl Open {
 
     fn add(&self) -> Arc<Client> {
         let state = State { since: Instant::now(), busy: false, new: true };
-        let client = Arc::new(Client { state: state.into(), leave: Notify::new(), idle: self.idle.clone() });
+        let client = Arc::new(Client {
+            state: state.into(),
+            refused: AtomicBool::new(false),
+            leave: Notify::new(),
+            idle: self.idle.clone(),
+        });
         self.clients().push(client.clone());
         client
     }
@@ -109,6 +116,8 @@ impl Open {
 /// One connection.
 struct Client {
     state: Mutex<State>,
+    /// Whether the last answer is an error, which may come before the end of the request.
+    refused: AtomicBool,
     /// Asks it to leave its place to another one.
     leave: Notify,
     idle: Arc<Notify>,
@@ -174,9 +183,10 @@ impl Body for Answer {
     }
 }
 
-/// Serves one connection.
+/// Serves one connection. After a refusal, the rest of the request is read, within limits: a connection that is closed
+/// before loses the answer.
 async fn converse(
-    stream: TcpStream,
+    mut stream: TcpStream,
     router: Router,
     limits: Limits,
     mut ended: watch::Receiver<()>,
@@ -186,6 +196,37 @@ async fn converse(
     let _ = stream.set_nodelay(true);
     #[cfg(target_os = "linux")]
     let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(limits.unread_time));
+    let is_regular = answer_all(&mut stream, router, limits, &mut ended, &client).await;
+    if is_regular && client.refused.load(Ordering::Relaxed) {
+        tokio::select! {
+            _ = timeout(limits.body_time, discard(&stream, limits.bodies_bytes)) => {}
+            _ = ended.changed() => {}
+            () = client.leave.notified() => {}
+        }
+    }
+}
+
+/// Reads to the end of a stream, at most about `most` bytes.
+async fn discard(stream: &TcpStream, most: usize) {
+    let (mut buffer, mut seen) = (vec![0; BUFFER], 0);
+    while seen < most && stream.readable().await.is_ok() {
+        match stream.try_read(&mut buffer) {
+            Ok(0) => return,
+            Ok(length) => seen += length,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// Answers the requests of one connection. Returns true after its regular end, which nothing else has asked for.
+async fn answer_all(
+    stream: &mut TcpStream,
+    router: Router,
+    limits: Limits,
+    ended: &mut watch::Receiver<()>,
+    client: &Arc<Client>,
+) -> bool {
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
@@ -197,18 +238,22 @@ async fn converse(
     let service = service_fn(move |request| {
         let busy = Busy::new(of.clone());
         let answer = router.call(request);
-        async { answer.await.map(|a| a.map(|body| Answer { body, _busy: busy })) }
+        async {
+            let answer = answer.await?;
+            busy.0.refused.store(!answer.status().is_success(), Ordering::Relaxed);
+            Ok::<_, Infallible>(answer.map(|body| Answer { body, _busy: busy }))
+        }
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
     let mut last = None;
     tokio::select! {
         biased;
         // a broken connection is the client's affair
-        _ = connection.as_mut() => return,
+        end = connection.as_mut() => return end.is_ok(),
         _ = ended.changed() => {}
         () = client.leave.notified() => match *client.state() {
             // half of a first request may have been read
-            State { new: true, .. } => return,
+            State { new: true, .. } => return false,
             // the end of an answer may not have been sent
             State { busy: false, .. } => last = Some(limits.end_time),
             State { busy: true, .. } => {}
@@ -219,6 +264,7 @@ async fn converse(
         Some(time) => timeout(time, connection).await.is_ok(),
         None => connection.await.is_ok(),
     };
+    false
 }
 
 #[cfg(test)]

@@ -119,6 +119,23 @@ fn idle_connections_make_room() {
     });
 }
 
+/// The answer comes before the body, which is far larger than the buffers of a socket.
+#[test]
+fn a_refused_client_may_send_its_whole_body_first() {
+    let hour = Duration::from_secs(3600);
+    let limits = Limits { body_time: hour, bodies_bytes: 64 << 20, ..Limits::default() };
+    let refuse = || async { axum::http::StatusCode::PAYLOAD_TOO_LARGE };
+    served(limits, Router::new().route("/", axum::routing::post(refuse)), |address| {
+        let body = vec![b' '; 32 << 20];
+        let mut client = connect(address);
+        let head = format!("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", body.len());
+        client.write_all(head.as_bytes()).expect("sent");
+        client.write_all(&body).expect("sent");
+        let said = all(&mut client);
+        assert!(said.starts_with("HTTP/1.1 413 "), "{said}");
+    });
+}
+
 /// An answer without end; tells when it is dropped.
 struct Endless(mpsc::Sender<()>);
 

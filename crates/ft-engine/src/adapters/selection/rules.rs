@@ -18,7 +18,8 @@ impl Selection {
     ///
     /// # Errors
     /// A rule that matches nothing; a listed layer or expert not in the model (with a list of
-    /// alternatives); LoRA on a norm; LoRA rank 0. Ranges beyond the model are warnings in `notes`.
+    /// alternatives); LoRA on a norm; LoRA rank 0. Ranges beyond the model are warnings in `notes`, as are rules that
+    /// later ones override for all modules.
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         // rule of each module's choice
@@ -31,6 +32,15 @@ impl Selection {
             }
         }
         s.tokens_alone()?;
+        for (i, rule) in rules.iter().enumerate() {
+            if !rule.is_of_tokens() && !chosen_by.contains(&Some(i)) {
+                s.notes.push(format!(
+                    "{}: train.{i} does nothing: later rules say otherwise for all of its modules\n  hint: a later \
+                     rule wins: general rules go first",
+                    rule.place
+                ));
+            }
+        }
         let head = s.modules.iter().position(|(m, _)| m.is_score()).and_then(|at| chosen_by[at]);
         let refused = |c: Conflict| {
             // the later of both rules completes the conflict

@@ -97,7 +97,8 @@ pub struct TrainedPart<'a> {
     pub lr_scale: f64,
     /// Whether LoRA+ scales its learning rate.
     pub plus: bool,
-    pub(super) matrix: bool,
+    /// Whether weight decay applies under `decay = "matrices"`.
+    pub matrix: bool,
 }
 
 impl TrainedPart<'_> {

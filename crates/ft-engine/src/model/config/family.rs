@@ -580,6 +580,32 @@ impl Family {
         (key == DROPOUT || self.reads.contains(&key)) && !(key == CAP && nested && !self.by_layer)
     }
 
+    /// Whether a key that some families alone read has an effect in this one; true for other keys.
+    pub(super) fn has_use_for(&self, key: &str) -> bool {
+        let of_experts = |reads: fn(&Experts, &str) -> bool| self.experts.is_some_and(|x| reads(&x, key));
+        match key {
+            "attention_bias" | "mlp_bias" | "qkv_bias" => {
+                let is = |b: Bias| matches!(b, Bias::Key(k) | Bias::Unless(k) if k == key);
+                [self.qkv_bias, self.o_bias, self.mlp_bias].into_iter().any(is)
+            }
+            "decoder_sparse_step" | "mlp_only_layers" => of_experts(|x, _| x.dense_layers),
+            "norm_topk_prob" => of_experts(|x, _| !x.always_normalise),
+            "num_experts" | "num_local_experts" => self.experts.is_some(),
+            "num_experts_per_tok" | "top_k_experts" => of_experts(|x, key| x.top_k_key == key),
+            "moe_intermediate_size" => of_experts(|x, key| x.width_key == key),
+            "no_rope_layer_interval" => self.no_rope_interval.is_some(),
+            "sliding_window" => self.window != Window::Never,
+            "use_sliding_window" => self.window.has_switch(),
+            "max_window_layers" => matches!(self.window, Window::FromLayer | Window::EvenBelow),
+            "swiglu_alpha" | "swiglu_limit" => self.gate == GateFunction::Clamped,
+            "hidden_act" => self.gate != GateFunction::GeluTanh,
+            "hidden_activation" => self.gate == GateFunction::GeluTanh,
+            "global_head_dim" | "num_global_key_value_heads" | "vocab_size_per_layer_input" => self.by_layer,
+            "full_attention_interval" => self.delta.is_some(),
+            key => self.delta.is_some() || !key.starts_with("linear_"),
+        }
+    }
+
     /// Every `model_type` of the family.
     pub fn names(&self) -> impl Iterator<Item = &'static str> {
         [self.model_type].into_iter().chain(self.nested.map(|(name, _)| name))

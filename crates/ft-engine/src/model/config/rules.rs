@@ -83,6 +83,7 @@ const READ: &[&str] = &[
     "hidden_activation",
     "hidden_size",
     "intermediate_size",
+    "is_causal",
     "layer_types",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
@@ -224,6 +225,30 @@ pub(super) fn is_noise(value: Option<&Value>) -> bool {
     value.and_then(Value::as_f64).is_some_and(|rate| rate != 0.0)
 }
 
+/// Keys of overrides that are in none of the lists above, and those that this family does not read: with the reason
+/// and a hint.
+pub(super) fn idle_overrides(overrides: &Map<String, Value>, family: &Family) -> Vec<(String, String)> {
+    if overrides.contains_key(Config::TEXT) {
+        let why = "no effect\n  hint: keys of the text model stand in model.override itself";
+        return vec![(Config::TEXT.into(), why.into())];
+    }
+    let unknown = Keys::new("", overrides).unknown().into_iter().map(|key| {
+        let (lists, name) = match key.rsplit_once('.') {
+            Some((_, name)) => (vec![ROPE], name),
+            None => (vec![HARMLESS, READ, by_layer::READ, &OF_SOME, &NOISE], key.as_str()),
+        };
+        let near = ft_recipe::nearest(name, lists.into_iter().flatten().copied());
+        let hint = near.map_or("leave it out".into(), |near| format!("did you mean {near}?"));
+        let why = format!("ft does not know this key of config.json\n  hint: {hint}");
+        (key, why)
+    });
+    let unread = overrides.keys().filter(|key| !family.has_use_for(key)).map(|key| {
+        let why = format!("models of {} do not read it\n  hint: leave it out", family.model_type);
+        (key.clone(), why)
+    });
+    unknown.chain(unread).collect()
+}
+
 /// Whether a top-level key is in one of the lists above.
 fn knows(key: &str) -> bool {
     HARMLESS.contains(&key)
@@ -290,6 +315,10 @@ impl Keys<'_> {
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
         self.refuse_by_layer(family)?;
+        const CAUSAL: &str = "is_causal";
+        if self.flag(CAUSAL)? == Some(false) {
+            return Err(self.bad(CAUSAL, "false; causal attention is built"));
+        }
         const GATE: &str = "attn_output_gate";
         if family.gated && self.flag(GATE)? == Some(false) {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));

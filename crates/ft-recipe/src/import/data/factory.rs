@@ -4,7 +4,7 @@ use super::source::{Source, names};
 use crate::import::context::{Context, converted, needless, refused};
 use crate::import::draft::number_text;
 use crate::import::prefer::reads_pairs;
-use crate::import::read::{is_off, text, words};
+use crate::import::read::{is_off, number, text, words};
 use crate::keys::Task;
 use crate::syntax::quote;
 use serde_json::Value;
@@ -44,7 +44,9 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
         if reads_pairs(ctx.task) && !source.is_of_messages() {
             source.keys.insert("form", quote("chat"));
         }
-        if let Some(n) = ctx.number(&["max_samples"]).filter(|n| *n >= 1.0) {
+        let counts =
+            [ctx.number(&["max_samples"]), described.and_then(|entry| number(&entry["num_samples"]))];
+        if let Some(n) = counts.into_iter().flatten().filter(|n| *n >= 1.0).reduce(f64::min) {
             source.keys.insert("max_samples", number_text(n));
         }
         sources.push(source);
@@ -66,7 +68,10 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     ctx.of_data.insert(key.into(), outcome);
     ctx.of_data.insert("dataset_dir".into(), needless("part of the sources' paths"));
     if let Some(n) = ctx.number(&["max_samples"]) {
-        let told = format!("max_samples = {} of each source", number_text(n));
+        let of_all = number_text(n);
+        let is_less = |s: &Source| s.keys.get("max_samples").is_some_and(|own| *own != of_all);
+        let less = if sources.iter().any(is_less) { ", or fewer: its num_samples" } else { "" };
+        let told = format!("max_samples = {of_all} of each source{less}");
         ctx.of_data.insert("max_samples".into(), converted(told));
     }
     sources

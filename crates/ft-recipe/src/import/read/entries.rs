@@ -40,6 +40,7 @@ impl Entries {
         let mut entries = Self::default();
         entries.add(table, "", lines, 0);
         entries.interpolate();
+        entries.unfold();
         entries
     }
 
@@ -83,10 +84,27 @@ impl Entries {
         }
     }
 
+    /// Puts tables in place of their texts in JSON.
+    pub fn unfold(&mut self) {
+        for e in std::mem::take(&mut self.list) {
+            match table_of(&e) {
+                Some(table) if table.is_empty() => self.list.push(Entry { value: table.into(), ..e }),
+                Some(table) => self.add(&table, &e.path, &BTreeMap::new(), e.line),
+                None => self.list.push(e),
+            }
+        }
+    }
+
     /// The value of a key; a default stands behind a null of the file.
     pub fn get(&self, path: &str) -> Option<&Value> {
         self.list.iter().filter(|e| e.path == path).map(|e| &e.value).find(|v| !v.is_null())
     }
+}
+
+/// The table that an entry has as a text in JSON: `*_kwargs`, `optim_args`.
+fn table_of(e: &Entry) -> Option<Map<String, Value>> {
+    let text = e.value.as_str().filter(|_| e.path.ends_with("_kwargs") || e.path == "optim_args")?;
+    serde_json::from_str(text).ok()
 }
 
 /// A text with the values of known keys in place of `${a.b}`.

@@ -104,6 +104,7 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     }
     let mut entries = entries(&command);
     once(&entries.list)?;
+    entries.unfold();
     let read = variables.into_iter().filter(|(name, _)| VARIABLES.contains(&name.as_str()));
     entries.list.extend(read.map(|(path, (value, line))| Entry { path, value: value.into(), line }));
     Ok(entries)
@@ -296,14 +297,15 @@ fn once(list: &[Entry]) -> Result<(), String> {
     Ok(())
 }
 
-/// Flags as entries: `launch.` before the program, plain after it, and the verb as `command`, LLaMA-Factory's under the
-/// program's name.
+/// Flags, and words `key=value` behind a file, as entries: `launch.` before the program, plain after it, and the verb
+/// as `command`, LLaMA-Factory's under the program's name.
 fn entries(command: &[(String, usize)]) -> Entries {
-    let mut list: Vec<Entry> = Vec::new();
+    let (mut list, mut assigns) = (Vec::<Entry>::new(), false);
     let program = (0..command.len()).find(|i| is_program(command, *i));
     for (i, (word, line)) in command.iter().enumerate() {
         let before = program.is_some_and(|p| i < p);
         if let Some(flag) = word.strip_prefix("--") {
+            assigns = false;
             let (name, value) = match flag.split_once('=') {
                 Some((name, value)) => (name, Some(scalar(value))),
                 None => (flag, None),
@@ -315,10 +317,13 @@ fn entries(command: &[(String, usize)]) -> Entries {
             };
             let path = if before { format!("launch.{name}") } else { name };
             list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
+        } else if assigns && let Some((name, value)) = assigned(word) {
+            list.push(Entry { path: name.into(), value: scalar(value), line: *line });
         } else if program.is_some_and(|p| p < i && i <= p + 2)
             && is_file(word)
             && !command[i - 1].0.starts_with('-')
         {
+            assigns = true;
             list.push(Entry { path: FILE.into(), value: word.as_str().into(), line: *line });
         } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
             let path = match program.map(|p| command[p].0.as_str()) {
@@ -484,6 +489,11 @@ mod tests {
             ("deepspeed --num_gpus 2 x.py --a 1", "launch.num_gpus=2 a=1"),
             ("llamafactory-cli train a.yaml", "llamafactory-cli=\"train\" config=\"a.yaml\""),
             ("axolotl train a.yml --a 1", "config=\"a.yml\" a=1"),
+            (
+                "llamafactory-cli train a.yaml a=7e-5 b=c.json --c d=1",
+                "llamafactory-cli=\"train\" config=\"a.yaml\" a=0.00007 b=\"c.json\" c=\"d=1\"",
+            ),
+            ("torchrun src/train.py a.yaml b=c.json", "config=\"a.yaml\" b=\"c.json\""),
             ("accelerate launch src/train.py a.json", "config=\"a.json\""),
             ("trl sft --config a.yaml --a b.json", "command=\"sft\" config=\"a.yaml\" a=\"b.json\""),
         ] {

@@ -130,6 +130,68 @@ fn keys_of_other_classes_are_told() -> Result<()> {
     Ok(())
 }
 
+/// transformers computes attention both ways with `is_causal = false`, in every family.
+#[test]
+fn attention_that_is_not_causal_is_refused() -> Result<()> {
+    for family in ["llama", "qwen2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_5_text"] {
+        let raw = json!({ "model_type": family });
+        let e = error_of(read(&with(raw.clone(), &json!({"is_causal": false}))));
+        assert!(e.contains("is_causal: false; causal attention is built"), "{family}: {e}");
+        for value in [json!(true), Value::Null] {
+            assert!(read(&with(raw.clone(), &json!({"is_causal": value})))?.unknown.is_empty(), "{family}");
+        }
+        let set = object(&json!({"is_causal": false}));
+        let e = error_of(Config::overridden("config.json", object(&raw), &set));
+        assert!(e.contains("is_causal: false") && e.contains("model.override's"), "{family}: {e}");
+    }
+    Ok(())
+}
+
+/// Keys of overrides that the family does not read, or that are unknown, in text models and vision checkpoints.
+#[test]
+fn overrides_without_effect_are_found() -> Result<()> {
+    let overridden = |raw: &Value, set: Value| Config::overridden("config.json", object(raw), &object(&set));
+    let nested = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}});
+    let of = |family: &str| json!({ "model_type": family });
+    for (raw, set, key, why) in [
+        (of("llama"), json!({"sliding_window": 4}), "sliding_window", "models of llama do not read it"),
+        (of("mistral"), json!({"use_sliding_window": false}), "use_sliding_window", "models of mistral"),
+        (of("mistral"), json!({"attention_bias": true}), "attention_bias", "models of mistral"),
+        (of("smollm3"), json!({"max_window_layers": 2}), "max_window_layers", "models of smollm3"),
+        (of("mixtral"), json!({"norm_topk_prob": false}), "norm_topk_prob", "models of mixtral"),
+        (of("qwen3"), json!({"linear_conv_kernel_dim": 2}), "linear_conv_kernel_dim", "models of qwen3"),
+        (of("qwen3"), json!({"rms_norm_ep": 0.5}), "rms_norm_ep", "did you mean rms_norm_eps?"),
+        (
+            of("qwen3"),
+            json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "facter": 3.0}}),
+            "rope_scaling.facter",
+            "did you mean factor?",
+        ),
+        (nested.clone(), json!({"hidden_act": "silu"}), "hidden_act", "models of gemma3_text"),
+        (nested.clone(), json!({"slidding_window": 8}), "slidding_window", "did you mean sliding_window?"),
+        (nested, json!({"text_config": {"sliding_window": 8}}), "text_config", "stand in model.override"),
+    ] {
+        let c = overridden(&raw, set)?;
+        let idle = c.idle_overrides;
+        assert!(idle.len() == 1 && idle[0].0 == key && idle[0].1.contains(why), "{key}: {idle:?}");
+        assert!(c.unknown.is_empty(), "{key}: told of the file: {:?}", c.unknown);
+    }
+    for (family, set) in [
+        ("mistral", json!({"sliding_window": 4, "attention_dropout": 0.0, "problem_type": "regression"})),
+        ("qwen2", json!({"use_sliding_window": true, "max_window_layers": 2, "tie_word_embeddings": false})),
+        ("qwen3_moe", json!({"num_experts": 8, "norm_topk_prob": true, "mlp_only_layers": []})),
+        ("gpt_oss", json!({"swiglu_limit": 5.0, "hidden_act": "silu", "num_local_experts": 4})),
+        ("qwen3_next", json!({"linear_conv_kernel_dim": 2, "full_attention_interval": 2})),
+        ("gemma4_text", json!({"hidden_activation": "gelu_pytorch_tanh", "global_head_dim": 64})),
+    ] {
+        let c = overridden(&of(family), set)?;
+        assert!(c.idle_overrides.is_empty() && c.unknown.is_empty(), "{family}: {:?}", c.idle_overrides);
+    }
+    let file = read(&json!({"model_type": "llama", "sliding_window": 4, "rms_norm_ep": 0.5}))?;
+    assert!(file.idle_overrides.is_empty() && file.unknown == ["rms_norm_ep"], "a warning in a file");
+    Ok(())
+}
+
 /// transformers' `AutoConfig` makes a Ministral of a Mistral with this key, null too.
 #[test]
 fn a_mistral_with_layer_types_is_a_ministral() -> Result<()> {
