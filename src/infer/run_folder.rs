@@ -6,6 +6,7 @@ use crate::train::job::of_task;
 use crate::train::layout::is_run;
 use crate::train::{Error, Job};
 use ft_base::store::folder_of;
+use ft_base::terminal::shell_word;
 use ft_engine::model::Config;
 use ft_hub::Want;
 use ft_recipe::{Init, Recipe, Reference};
@@ -66,10 +67,10 @@ pub fn run_base(run: &Path, written: &str) -> Option<String> {
     from_here(&folders(&begun), written)
 }
 
-/// Checks a resumption by the recipe in a run folder, which may have moved: a relative path must lead to its base.
+/// Checks that the base model of a resumed run is found, if the run folder has moved.
 ///
 /// # Errors
-/// A base that is only where the run began.
+/// The base exists only relative to the original folder.
 pub fn check_moved(file: &Path, recipe: &Recipe) -> ft_base::Result<()> {
     let (run, source) = (folder_of(file), &recipe.model.source);
     if !is_run(run) || recipe.resolve(source).exists() {
@@ -77,9 +78,11 @@ pub fn check_moved(file: &Path, recipe: &Recipe) -> ft_base::Result<()> {
     }
     let Some(base) = run_base(run, source) else { return Ok(()) };
     let output = run.canonicalize().unwrap_or_else(|_| run.into());
+    let set = [format!("model.source={base}"), format!("run.output={}", output.display())];
+    let [base_here, output_here] = set.each_ref().map(|set| shell_word(set));
     let why = format!(
-        "model.source: {source:?} is not there; the run began with {base}\n  hint: model.source={base:?} \
-         run.output={output:?}, and the recipe's other relative paths likewise"
+        "model.source: {source:?} is not there; the run began with {base}\n  hint: {base_here} {output_here}, and \
+         the recipe's other relative paths likewise"
     );
     Err(Error::at(recipe, "model.source", why).into())
 }
@@ -100,8 +103,8 @@ fn begun(run: &Path) -> Option<Value> {
     events.into_iter().rfind(|e| e["model"]["source"].is_string())
 }
 
-/// Folders that relative paths of a run go by: its working directory, empty if that is this one or not recorded, and
-/// the folder of its recipe.
+/// Base folders of the relative paths of a run: its working directory (empty if unknown or the current one), and the
+/// folder of its recipe.
 fn folders(begun: &Value) -> Vec<PathBuf> {
     let here = std::env::current_dir().ok();
     let of = |key: &str| begun["folders"][key].as_str().map(PathBuf::from);

@@ -108,7 +108,7 @@ fn stages_and_devices_have_the_same_bits() {
             bits(&w, ranks, &format!("run-{ranks}"), &[&set[..], &[&zero]].concat())
         };
         let want = run(2, 0);
-        for (ranks, zero) in [(2, 3), (4, 2), (2, 1), (2, 2), (4, 0), (4, 1), (4, 3)].into_iter().take(few(2))
+        for (ranks, zero) in [(4, 3), (2, 3), (4, 2), (2, 1), (2, 2), (4, 0), (4, 1)].into_iter().take(few(1))
         {
             assert!(run(ranks, zero) == want, "{set:?}: {ranks} devices, stage {zero}");
             let what = format!("{set:?}, {ranks} devices, stage {zero}");
@@ -156,7 +156,7 @@ fn tokens_experts_and_matrices_over_devices() {
         (MIXTURE, 2, &["parallel.expert=2", "parallel.pipeline=2"], recompute),
         (CUT, 1, &["parallel.tensor=2", "parallel.context=2"], &packed),
     ];
-    for (rules, data, axes, set) in cases {
+    for (rules, data, axes, set) in cases.into_iter().skip(usize::from(!nightly())) {
         let w = split::world(rules);
         if axes.contains(&"parallel.context=2") {
             w.config("tiny", json!({"max_position_embeddings": tokens}));

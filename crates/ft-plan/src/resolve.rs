@@ -46,7 +46,7 @@ impl Resolved {
         config: Config,
         select: impl FnOnce(&mut Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
-        check_noise(recipe, &config)?;
+        check_training(recipe, &config)?;
         Self::frozen(recipe, config, select)
     }
 
@@ -54,8 +54,8 @@ impl Resolved {
     /// adapter. Dropout and noise of the model's own have no effect on a model that does not train.
     ///
     /// # Errors
-    /// As [`check_model`] but for dropout and noise, [`check_experts`] and [`check_stages`]; a score head of another
-    /// task; errors of `select`.
+    /// As [`check_model`] but for dropout, noise and keys without effect, [`check_experts`] and [`check_stages`]; a
+    /// score head of another task; errors of `select`.
     pub fn frozen(
         recipe: &Recipe,
         config: Config,
@@ -110,32 +110,35 @@ const OVERRIDE: &str = "model.override";
 /// above 1 with linear attention, longrope or dynamic; answers during a run with `parallel.pipeline` above 1 and layers
 /// that share state; router losses without routers; `parallel.tensor` above 1 with another number of heads or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    check_noise(recipe, config)?;
+    check_training(recipe, config)?;
     check_keys(recipe, config)
 }
 
 /// Refuses keys of `model.override` that ft does not know, or that the model does not read.
 pub fn check_override(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    let Some((key, why)) = config.idle_overrides.first() else { return Ok(()) };
+    let Some((key, why)) = &config.idle_override else { return Ok(()) };
     let key = format!("{OVERRIDE}.{key}");
     Err(Error::Ignored(format!("{}: {key}: {why}", recipe.place(&key))))
 }
 
-/// As [`check_model`], but for dropout and noise.
+/// As [`check_model`], for inference: but for dropout, noise, and keys without effect.
 fn check_keys(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    check_override(recipe, config)?;
     match unsuited(recipe, config) {
         Some(key) => Err(key.error(recipe)),
         None => check_tensor(recipe, config),
     }
 }
 
-/// Refuses dropout and noise of the model's own: training has none.
-fn check_noise(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+/// Refuses keys of `model.override` without effect, and dropout and noise of the model's own, which training does not
+/// have. A recipe without training data is of a run, maybe of an earlier version, and opened for inference.
+fn check_training(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    if recipe.data.train.is_empty() {
+        return Ok(());
+    }
+    check_override(recipe, config)?;
     let shown = |key: &str| format!("{key} = {}", config.key(key).map(short).unwrap_or_default());
     let given: Vec<String> = config.noise().map(shown).collect();
-    // Without training data, the recipe of a run is opened for inference.
-    if given.is_empty() || recipe.data.train.is_empty() {
+    if given.is_empty() {
         return Ok(());
     }
     let zero: Vec<String> = config.noise().map(|key| format!("{key} = 0.0")).collect();
@@ -455,8 +458,10 @@ pub fn selection(
         Selection::from_rules(config, &recipe.train)?
     };
     selection.notes.extend(balancing_note(recipe, config));
-    let idle = idle_notes(recipe, &selection);
-    selection.notes.extend(idle);
+    if !recipe.data.train.is_empty() {
+        let idle = idle_notes(recipe, &selection);
+        selection.notes.extend(idle);
+    }
     if selection.parts().is_empty() {
         return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }

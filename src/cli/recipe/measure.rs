@@ -89,7 +89,7 @@ fn bytes(files: &[PathBuf]) -> u64 {
     files.iter().map(size).fold(0, u64::saturating_add)
 }
 
-/// Whether the only problem is a single sample in each source, beside which none can be held out.
+/// Whether the only problem is a single sample per source, too few to hold one out.
 fn is_alone(checked: &Checked, sources: usize) -> bool {
     let is_one = checked.train.as_ref().is_some_and(|data| data.samples.len() == sources);
     is_one && checked.eval.is_none() && checked.problems.len() == 1 && checked.more == 0

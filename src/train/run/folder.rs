@@ -10,10 +10,10 @@ use ft_recipe::Recipe;
 use serde_json::json;
 use std::path::{Path, PathBuf, absolute};
 
-/// The run folder, or the folder above it that is there.
+/// The run folder, or its nearest existing parent.
 ///
 /// # Errors
-/// A file in its place.
+/// A file in place of a folder.
 pub fn folder_there(recipe: &Recipe) -> Result<PathBuf, Error> {
     let dir = absolute(&recipe.run.output).unwrap_or_default();
     let there = dir.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));

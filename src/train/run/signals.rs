@@ -4,9 +4,9 @@
 //! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
 //! ends the process; before training, a message says so.
 //!
-//! Signals within a second count as one: `timeout` sends each to the process and to its group. The process that
-//! started this one passes its own signals on by a pipe ([`pass`]). A signal to both of them, as of a control group,
-//! counts once as well: only a second signal of the same way ends the process.
+//! Signals within a second count as one: `timeout` signals a process and then its group. The parent process forwards
+//! its own signals through a pipe ([`pass`]). A signal to both, as from a control group, also counts once: only a
+//! second signal from the same origin ends the process.
 
 use crate::train::Error;
 use ft_base::error::ExitCode;
@@ -25,7 +25,7 @@ const SIGNALS: [(i32, &str, ExitCode); 4] = [
     (SIGUSR1, "SIGUSR1", ExitCode::Requested),
 ];
 
-/// Time after the first signal in which others are copies of it.
+/// Interval after the first signal during which further signals count as duplicates.
 const TOGETHER: Duration = Duration::from_secs(1);
 
 /// Handlers are global to the process, so they are registered once.
@@ -72,8 +72,8 @@ impl Signals {
 
     /// Has the first signal before [`Signals::hold`] reported as it ends the process.
     pub fn reported(self) -> Self {
-        self.handlers.at_once.store(false, Ordering::SeqCst);
         self.handlers.early.store(true, Ordering::SeqCst);
+        self.handlers.at_once.store(false, Ordering::SeqCst);
         self
     }
 
@@ -134,12 +134,18 @@ pub fn pass(signal: i32) {
 }
 
 impl Handlers {
-    /// Before training, reports a signal, once, and ends the process. Another signal does not wait for the report.
+    /// Before training, reports a signal, once, and ends the process. A second signal does not wait for the report.
     fn end_early(&self, place: usize) {
         if !self.early.swap(false, Ordering::SeqCst) {
             return;
         }
-        self.at_once.store(true, Ordering::SeqCst);
+        let at_once = Arc::clone(&self.at_once);
+        let allow = move || {
+            std::thread::sleep(TOGETHER);
+            at_once.store(true, Ordering::SeqCst);
+        };
+        // without the thread, the report is waited for
+        let _ = std::thread::Builder::new().name("second signal".into()).spawn(allow);
         let (_, name, code) = SIGNALS[place];
         let saved = "before training began: there is nothing to save\nhint: the same command starts again; data \
                      sources that were tokenized to their end are in the token cache, unless data.cache = false";
@@ -171,16 +177,15 @@ impl Handlers {
         Ok(())
     }
 
-    /// After a direct signal: reports it, or has another one end the process. A scheduler may send SIGUSR1 to processes
-    /// that pass it on, and SIGTERM after it: it makes no other signal the second.
+    /// Handles a direct signal: reports it, or arms the immediate exit. SIGUSR1 does not arm it: a scheduler may send
+    /// SIGUSR1 to all processes of a job, and SIGTERM later. Signals of an earlier run in this process are ignored.
     fn follow(&self, signal: i32) {
-        if let Some((place, ..)) = handled().find(|(_, number, _)| *number == signal) {
-            self.end_early(place);
-        }
+        let is_of_now = || self.seen.load(Ordering::SeqCst) > 0;
+        let of = handled().find(|(_, number, _)| *number == signal && is_of_now());
+        of.into_iter().for_each(|(place, ..)| self.end_early(place));
         if signal != SIGUSR1 {
             std::thread::sleep(TOGETHER);
-            // a run that began since has seen none
-            self.at_once.fetch_or(self.seen.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
+            self.at_once.fetch_or(is_of_now(), Ordering::SeqCst);
         }
     }
 }
@@ -226,7 +231,7 @@ mod tests {
         assert!(at_once.load(Ordering::Relaxed));
     }
 
-    /// A signal that comes directly and is passed on, in either order, is one; each way has its own second, not at once.
+    /// A signal received directly and through the pipe, in either order, counts once; duplicates need an interval.
     #[test]
     fn a_signal_of_both_ways_is_one() {
         let direct = |handlers: &Handlers| {

@@ -111,7 +111,7 @@ fn plans_of_many_cards_are_those_of_the_simulation() -> anyhow::Result<()> {
         let target = Target { cuda: true, card: Some(card) };
         let network = Network::find(target, Some("nvlink"), Some("ib"), None);
         let found = layouts_of_recipe(&recipe, target, Devices { count: 16, network })?;
-        for layout in found.fitting.iter().step_by(if nightly() { 1 } else { 3 }) {
+        for layout in found.fitting.iter().step_by(if nightly() { 1 } else { 6 }) {
             let choices = Choices { folded: true, ..Choices::default() };
             let simulated = simulate(&layout.actions, found.rates().rate, &found.devices.network, choices);
             let apart = layout.step_seconds / simulated.seconds - 1.0;

@@ -320,8 +320,8 @@ fn a_moved_run_names_the_keys_of_its_resumption() {
         ran(command.current_dir(w.path("elsewhere")).output().expect("started"))
     };
     let real = |name: &str| w.path(name).canonicalize().expect("a folder");
-    let base = format!("model.source={:?}", real("tiny"));
-    let output = format!("run.output={:?}", real("elsewhere/o"));
+    let base = format!("model.source={}", real("tiny").display());
+    let output = format!("run.output={}", real("elsewhere/o").display());
     let r = resume(&[]);
     assert!(r.code == 2 && r.err.contains(&format!("hint: {base} {output}")), "{}", r.err);
     let r = resume(&[&base, &output]);

@@ -5,6 +5,7 @@ use crate::world::{LORA, Ran, World, content, few, ran, recipe, reference, rows}
 use candle_core::{DType, Device, Tensor};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::net::TcpListener;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -151,9 +152,12 @@ fn a_signal_before_training_is_reported() {
     c.env("HF_ENDPOINT", format!("http://{}", hub.local_addr().expect("an address")))
         .env("HF_HUB_OFFLINE", "0");
     c.env("NO_PROXY", "*").env("no_proxy", "*");
-    let child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
-    let _asked = hub.accept().expect("a request");
-    send(&child, Signal::TERM);
+    let mut child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
+    hub.set_nonblocking(true).expect("a listener");
+    let asked = RefCell::new(None);
+    if until(&mut child, || hub.accept().is_ok_and(|request| asked.replace(Some(request)).is_none())) {
+        send(&child, Signal::TERM);
+    }
     let r = ran(child.wait_with_output().expect("an end"));
     let end = "error: stopped by SIGTERM before training began: there is nothing to save\nhint: ";
     assert!(r.code == 143 && r.err.contains(end), "{}: {}", r.code, r.err);

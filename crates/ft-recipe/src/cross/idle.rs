@@ -82,7 +82,8 @@ macro_rules! rows {
 const LORA: &str = " does nothing: no [[train]] rule has method = \"lora\"";
 const OWN: &str = " does nothing: every rule with method = \"lora\" has another value of its own";
 const FORM: &str = " does nothing: rows of this format have one form only";
-const LABELS: &str = " does nothing: the labels of these rows say what is supervised";
+const LABELS: &str =
+    " does nothing: the labels of these rows say what is supervised; without labels, every token is";
 const TASK: &str = " does nothing with this task";
 const OUT: &str = "leave it out";
 const NO_DATA: &str = " does nothing: there is nothing to evaluate on";

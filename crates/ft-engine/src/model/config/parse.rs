@@ -7,7 +7,7 @@ use super::keys::Keys;
 use super::layers::TYPES;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope;
-use super::rules::{CAP, NOISE, OF_SOME, idle_overrides, is_noise};
+use super::rules::{CAP, NOISE, OF_SOME, idle_override, is_noise};
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe, PROBLEM};
 use ft_base::store;
@@ -83,7 +83,7 @@ impl Config {
         match Self::read(file, &raw, overrides) {
             Ok(mut config) => {
                 config.unknown.retain(|key| !rope::is_changed(key, overrides));
-                Ok(Self { raw, idle_overrides: idle_overrides(overrides, config.family), ..config })
+                Ok(Self { raw, idle_override: idle_override(overrides, config.family), ..config })
             }
             Err(Error::Key { file, key, why }) => Err(Error::Key { file, why: why + origin(&key), key }),
             Err(e) => Err(e),
@@ -150,7 +150,7 @@ impl Config {
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             format,
             unknown: whole.unknown(),
-            idle_overrides: Vec::new(),
+            idle_override: None,
             raw: Map::new(),
         };
         config.check_size(&keys)?;

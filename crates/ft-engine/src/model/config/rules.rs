@@ -225,14 +225,14 @@ pub(super) fn is_noise(value: Option<&Value>) -> bool {
     value.and_then(Value::as_f64).is_some_and(|rate| rate != 0.0)
 }
 
-/// Keys of overrides that are in none of the lists above, and those that this family does not read: with the reason
+/// The first key of overrides that is in none of the lists above, or that this family does not read: with the reason
 /// and a hint.
-pub(super) fn idle_overrides(overrides: &Map<String, Value>, family: &Family) -> Vec<(String, String)> {
+pub(super) fn idle_override(overrides: &Map<String, Value>, family: &Family) -> Option<(String, String)> {
     if overrides.contains_key(Config::TEXT) {
         let why = "no effect\n  hint: keys of the text model stand in model.override itself";
-        return vec![(Config::TEXT.into(), why.into())];
+        return Some((Config::TEXT.into(), why.into()));
     }
-    let unknown = Keys::new("", overrides).unknown().into_iter().map(|key| {
+    let mut unknown = Keys::new("", overrides).unknown().into_iter().map(|key| {
         let (lists, name) = match key.rsplit_once('.') {
             Some((_, name)) => (vec![ROPE], name),
             None => (vec![HARMLESS, READ, by_layer::READ, &OF_SOME, &NOISE], key.as_str()),
@@ -242,11 +242,11 @@ pub(super) fn idle_overrides(overrides: &Map<String, Value>, family: &Family) ->
         let why = format!("ft does not know this key of config.json\n  hint: {hint}");
         (key, why)
     });
-    let unread = overrides.keys().filter(|key| !family.has_use_for(key)).map(|key| {
+    let mut unread = overrides.keys().filter(|key| !family.has_use_for(key)).map(|key| {
         let why = format!("models of {} do not read it\n  hint: leave it out", family.model_type);
         (key.clone(), why)
     });
-    unknown.chain(unread).collect()
+    unknown.next().or_else(|| unread.next())
 }
 
 /// Whether a top-level key is in one of the lists above.

@@ -68,9 +68,9 @@ pub struct Config {
     pub double_wide: bool,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
-    /// Keys of overrides that are unknown, or not read by the family, with the reason and a hint. A check against the
-    /// recipe refuses them.
-    pub idle_overrides: Vec<(String, String)>,
+    /// The first key of overrides that is unknown, or not read by the family, with the reason and a hint. A check
+    /// against the recipe refuses it.
+    pub idle_override: Option<(String, String)>,
     /// Known keys of the file without effect, with the reason.
     pub notes: Vec<String>,
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
