@@ -288,7 +288,7 @@ fn fail(dir: &Path, why: String) -> Error {
     Error::Peft { file: dir.display().to_string(), why }
 }
 
-/// By layer, and whether of the down projection: the pairs of every expert, each with its first output row.
+/// Pairs of every expert and their first output rows, by layer and projection (true: down).
 type Experts = BTreeMap<(usize, bool), Vec<Vec<(Pair, usize)>>>;
 
 /// Places of the up and down projection in an expert.

@@ -104,7 +104,7 @@ impl Base {
     /// [`Error`] listing missing, unexpected and misshapen tensors; a config of 4 bits over other tensors.
     pub fn check(&self) -> Result<(), Error> {
         self.files.iter().chain(&self.copy).try_for_each(|files| check_tensors(&self.config, files))?;
-        // the config is that of the copy, if there is one
+        // a quantized copy has replaced the config
         let read = self.copy.as_ref().or(self.files.as_ref());
         read.map_or(Ok(()), |files| check_quantized(&self.config, files))
     }

@@ -126,8 +126,8 @@ impl Decoder {
         Ok(b.head(&tree.norm, &tree.head, table)?.logits(&x_td, &batch.context)?.real()?.clone())
     }
 
-    /// The same weights without adapters and without trained rows of tokens. Rows that a pass has written into their
-    /// table stay there.
+    /// The same weights without adapters and without trained rows of tokens. The embedding table keeps rows written by
+    /// an earlier pass.
     pub fn without_adapters(&self) -> Self {
         let mut base = self.clone();
         (base.embedding.lora, base.embedding.rows) = (None, None);

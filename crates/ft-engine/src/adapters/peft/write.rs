@@ -146,8 +146,8 @@ fn target_parameters(selection: &Selection) -> Vec<String> {
     out
 }
 
-/// Names for `modules_to_save`: the shortest unique suffixes; full names beside towers, whose modules may have the same
-/// suffixes.
+/// Names for `modules_to_save`: the shortest unique suffixes, or full names in checkpoints with towers, where suffixes
+/// are ambiguous.
 fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();

@@ -224,7 +224,7 @@ pub struct Family {
     pub joint_mlp: bool,
     /// Whether the rotary embedding pairs neighboring channels; otherwise a channel of each half.
     pub rotates_neighbors: bool,
-    /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
+    /// Default interval between layers without rotary embedding; `no_rope_layers` (0 for such a layer) overrides it.
     pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`, in the class of the text model and in that of a vision checkpoint.
     pub default_tied: bool,
