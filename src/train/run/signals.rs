@@ -159,8 +159,9 @@ impl Handlers {
         let is_second = signal != SIGUSR1 && *first.get_or_insert(now) + TOGETHER <= now;
         // With `at_once` of a direct signal, that signal is seen.
         let at_once = self.at_once.load(Ordering::SeqCst) && self.seen.load(Ordering::SeqCst) == 0;
-        self.seen.store(place + 1, Ordering::SeqCst);
+        // before `seen`, which may end the run
         self.told.store(true, Ordering::SeqCst);
+        self.seen.store(place + 1, Ordering::SeqCst);
         is_second || at_once
     }
 
