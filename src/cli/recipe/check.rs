@@ -243,10 +243,7 @@ impl Check<'_> {
             if !bad {
                 rows::tell_few(recipe, train);
                 let batches = self.keep(rows::batches(recipe, train));
-                if let Some(b) = &batches {
-                    rows::tell_unsaved(&recipe.run, b);
-                    rows::tell_beyond(recipe, b);
-                }
+                batches.iter().for_each(|b| rows::tell_steps(recipe, b));
                 found.steps = batches.map(|b| b.steps());
             }
         }

@@ -74,8 +74,14 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 /// Above this number of steps, a run without checkpoints before its end prints a warning.
 const MANY: usize = 100;
 
+/// Warns about keys that do not suit the number of steps.
+pub fn tell_steps(recipe: &Recipe, batches: &Batches) {
+    tell_unsaved(&recipe.run, batches);
+    tell_beyond(recipe, batches);
+}
+
 /// Warns about a run of many steps with its only checkpoint at the end.
-pub fn tell_unsaved(run: &Run, batches: &Batches) {
+fn tell_unsaved(run: &Run, batches: &Batches) {
     let steps = batches.steps();
     if !batches.recurs(run.save_every) && !run.keep_best && steps > MANY {
         warn(&format!(
@@ -86,7 +92,7 @@ pub fn tell_unsaved(run: &Run, batches: &Batches) {
 }
 
 /// Warns about a warm-up longer than the run, and about keys for several evaluations in a run with one.
-pub fn tell_beyond(recipe: &Recipe, batches: &Batches) {
+fn tell_beyond(recipe: &Recipe, batches: &Batches) {
     let (run, steps) = (&recipe.run, batches.steps());
     let warmup = recipe.optimizer.warmup(steps);
     if warmup > steps {

@@ -247,8 +247,7 @@ fn check_inputs(
     let (data, eval) = job.data()?;
     job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
-    rows::tell_unsaved(&job.recipe.run, &batches);
-    rows::tell_beyond(&job.recipe, &batches);
+    rows::tell_steps(&job.recipe, &batches);
     job.check()?;
     if let Some(adapter) = &job.adapter {
         job::tell_init_quantize(&job.recipe, &job.config, adapter)?;
