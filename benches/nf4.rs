@@ -52,7 +52,7 @@ recompute = "none"
     Ok(Recipe::parse(&text, "bench.toml", &[])?)
 }
 
-/// Loads a model and returns a closure that runs one training step and gives its seconds.
+/// Loads a model and returns a closure: it runs one training step and gives the seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
     let plan = job.plan(|recipe| Workload::of_data(recipe, data, None))?;
     let model = TrainedModel::new(job, job.load(true)?);

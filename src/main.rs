@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-/// Counts the engine's allocations, so that a run can compare them with its plan.
+/// Counts the engine's allocations, for comparison with the plan.
 #[global_allocator]
 static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;
 

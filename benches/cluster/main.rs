@@ -3,9 +3,9 @@
 //!     cargo bench --bench cluster [-- RECIPE CARD DEVICES KEY=VALUE..]
 //!
 //! Without arguments: Qwen3-235B-A22B and Llama-3.1-405B in full on 1,024 H100 in machines of 8, NVLink within and
-//! InfiniBand between them. Prints for each of the fastest layouts: seconds of a step, bytes that a rank receives from
-//! its machine and from others, and the share of waiting stages, planned and simulated; the same with links between
-//! machines that their cards share; and with one stage 10% slower. Ends with 1 if a plan is off by more than 5%.
+//! InfiniBand between them. Prints for each of the fastest layouts: seconds of a step, bytes received by a rank from
+//! the same machine and from others, and the share of waiting stages, planned and simulated; the same with links
+//! between machines shared by the cards; and with one stage 10% slower. Ends with 1 if a plan is off by more than 5%.
 
 mod simulator;
 

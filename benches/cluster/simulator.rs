@@ -1,9 +1,9 @@
-//! A step of a cluster, event by event: ranks that compute and wait, transfers that share links.
+//! A step of a cluster, event by event: ranks compute and wait, transfers share links.
 //!
-//! Each rank executes its list of actions, and its transfers one after the other, as on the one stream of a card for
-//! them. A collective begins when all members have come to it, after its latency; each member then receives its bytes
-//! over two links at once: that of its card within the machine, and the one to other machines. Transfers of several
-//! cards over one link share it evenly.
+//! A rank executes a list of actions, and transfers one after the other, as on the one stream of a card for them. A
+//! collective begins when all members have come to it, after its latency; each member then receives bytes over two
+//! links at once: the card's link within the machine, and the link to other machines. Transfers of several cards over
+//! one link share it evenly.
 
 use ft::plan::actions::{Actions, Kind, Transfer, VisitActions};
 use ft::plan::links::{Members, Network};
@@ -14,11 +14,11 @@ use std::collections::{BTreeMap, VecDeque};
 /// Choices of a simulation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Choices {
-    /// One rank stands for all ranks of a stage, which do the same at the same time.
+    /// One rank stands for all ranks of a stage: they do the same at the same time.
     pub folded: bool,
-    /// Cards of a machine share its links to others, in place of one for each card.
+    /// Cards of a machine share the links to other machines, in place of one link per card.
     pub pooled: bool,
-    /// A stage whose cards compute slower, and how much longer they take.
+    /// A stage of slower cards, and how much longer they take.
     pub slow: Option<(usize, f64)>,
 }
 
@@ -26,9 +26,9 @@ pub struct Choices {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Simulated {
     pub seconds: f64,
-    /// Bytes that the rank with the most receives, from its machine and from others.
+    /// Most bytes received by a rank, from the same machine and from others.
     pub bytes: [f64; 2],
-    /// Mean share of the step in which ranks wait for other stages.
+    /// Mean share of the step spent waiting for other stages.
     pub bubble: f64,
 }
 
@@ -38,7 +38,7 @@ enum Op {
     Compute(f64),
     /// Comes to a collective of a group, and goes on.
     Start(Call),
-    /// Waits for the transfers of the collective that it started so many before the last one.
+    /// Waits for the transfers of the collective this many before the last one started.
     Wait(usize),
 }
 
@@ -46,7 +46,7 @@ enum Op {
 #[derive(Clone, Copy, Debug)]
 struct Call {
     group: usize,
-    /// Seconds over the link within the machine and over the one between machines, without others.
+    /// Seconds over the link within the machine and over the one between machines, without other transfers.
     sizes: [f64; 2],
     latency: f64,
     /// Whether it is with another stage.
@@ -367,7 +367,7 @@ impl<'w> Run<'w> {
         2 * card + kind
     }
 
-    /// Transfers of real ranks for which one of rank `r` stands on its link, and those that the link carries at full
+    /// Transfers of real ranks represented by a simulated one on a link, and the link's capacity of transfers at full
     /// speed.
     fn weight(&self, flow: &Flow) -> (f64, f64) {
         let (mesh, machine) = (self.world.mesh(), self.world.network.machine);

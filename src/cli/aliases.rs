@@ -47,7 +47,7 @@ const WORDS: &[(&str, &str)] = &[
     ("webui", "ft chat MODEL; ft serve MODEL"),
 ];
 
-/// The error for an unknown subcommand that other programs have.
+/// The error for a subcommand of other programs.
 pub(super) fn advice(e: &clap::Error) -> Option<String> {
     let word = match (e.kind(), e.get(ContextKind::InvalidSubcommand)?) {
         (ErrorKind::InvalidSubcommand, ContextValue::String(word)) => word.to_lowercase(),

@@ -121,8 +121,8 @@ const STACK: usize = 8 << 20;
 ///
 /// With a small `ulimit -s` or any `ulimit -v` the command line runs on a thread with a stack of fixed
 /// size: the main thread's stack grows on demand, and the kernel kills the process if the limit leaves no
-/// memory for it. Without limits it runs on the main thread, and only subcommands that compute get a
-/// thread of their own, one of the compute pool.
+/// memory for it. Without limits it runs on the main thread, and only subcommands with computations get a separate
+/// thread, one of the compute pool.
 pub fn main() -> ExitCode {
     let work = || call(std::env::args_os());
     let code = if is_limited() { on_thread(work) } else { work() };
@@ -227,8 +227,8 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     exit(outcome.err().as_slice())
 }
 
-/// Runs a subcommand on a thread of the compute pool, so that parallel work starts without waking another
-/// thread. Under limits it runs on the caller's thread, because each thread reserves address space.
+/// Runs a subcommand on a thread of the compute pool: parallel work then starts without waking another thread. Under
+/// limits it runs on the caller's thread, because each thread reserves address space.
 fn computing<T: Send>(verb: impl FnOnce() -> ft_base::Result<T> + Send) -> ft_base::Result<T> {
     if is_limited() {
         return verb();

@@ -97,7 +97,7 @@ pub fn quantized(
     Ok(chosen.unwrap_or(trained) == Quantize::Nf4)
 }
 
-/// Refuses reward models and classifiers, where text is to be made.
+/// Refuses reward models and classifiers for generation of text.
 ///
 /// # Errors
 /// A score head.

@@ -22,8 +22,8 @@ pub fn recipe_of(folder: &Path, set: &[String]) -> ft_base::Result<Option<Recipe
     run.filter(|_| folder.is_dir()).map(|run| run_recipe(run, set)).transpose()
 }
 
-/// Loads the resolved recipe of a run folder, with the `KEY=VALUE` overrides `set`. Its relative paths go by the
-/// folders recorded in the metrics, those of `set` by the working directory.
+/// Loads the resolved recipe of a run folder, with the `KEY=VALUE` overrides `set`. Relative paths go by the folders
+/// recorded in the metrics, paths in `set` by the working directory.
 ///
 /// # Errors
 /// Unreadable recipe.
@@ -87,8 +87,8 @@ pub fn check_moved(file: &Path, recipe: &Recipe) -> ft_base::Result<()> {
     Err(Error::at(recipe, "model.source", why).into())
 }
 
-/// Whether the model in `base` has another config or other weights than the one that a run began with; `None` if the
-/// hash of either is unknown.
+/// Whether the model in `base` has another config or other weights than at the start of a run; `None` if the hash of
+/// either is unknown.
 pub fn is_other_base(run: &Path, base: &Path) -> Option<bool> {
     let begun = begun(run)?;
     let trained = begun["hashes"]["model"].as_str()?;
@@ -97,14 +97,14 @@ pub fn is_other_base(run: &Path, base: &Path) -> Option<bool> {
     Some(model_hash(&recipe, &config, base).ok()? != trained)
 }
 
-/// The newest start or resumption of a run, which wrote its recipe.
+/// The newest start or resumption of a run. It wrote the recipe.
 fn begun(run: &Path) -> Option<Value> {
     let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
     events.into_iter().rfind(|e| e["model"]["source"].is_string())
 }
 
-/// Base folders of the relative paths of a run: its working directory (empty if unknown or the current one), and the
-/// folder of its recipe.
+/// Base folders of the relative paths of a run: the working directory (empty if unknown or the current one), and the
+/// folder of the recipe.
 fn folders(begun: &Value) -> Vec<PathBuf> {
     let here = std::env::current_dir().ok();
     let of = |key: &str| begun["folders"][key].as_str().map(PathBuf::from);
@@ -112,8 +112,7 @@ fn folders(begun: &Value) -> Vec<PathBuf> {
     std::iter::once(working).chain(of("recipe")).collect()
 }
 
-/// A path in the first folder that has it; `None` if none has. Of a pattern, the folders before the first wildcard
-/// decide.
+/// A path in the first folder with it; `None` if none has. Of a pattern, the folders before the first wildcard decide.
 fn from_here(folders: &[PathBuf], written: &str) -> Option<String> {
     let literal = match written.find(['*', '?', '[']) {
         Some(at) => written[..at].rfind('/').map_or(".", |slash| &written[..=slash]),

@@ -36,8 +36,8 @@ pub struct SamplingOptions {
 
 /// File of a model's own settings.
 const FILE: &str = "generation_config.json";
-/// Its keys that change replies in transformers, and are not built here: key, value without effect (beside null and an
-/// empty list), whether it matters with `do_sample` only.
+/// Keys of the file with an effect on replies in transformers, but not here: key, value without effect (beside null and
+/// an empty list), whether it matters with `do_sample` only.
 const NOT_BUILT: [(&str, f64, bool); 13] = [
     ("min_p", 0.0, true),
     ("typical_p", 1.0, true),
@@ -54,7 +54,7 @@ const NOT_BUILT: [(&str, f64, bool); 13] = [
     ("sequence_bias", 0.0, false),
 ];
 
-/// A model's own settings, of its `generation_config.json`. Temperature, top-p and top-k are `None` unless it has
+/// A model's own settings, of `generation_config.json`. Temperature, top-p and top-k are `None` unless it has
 /// `do_sample`.
 #[derive(Debug, Default, PartialEq)]
 pub struct GenerationConfig {
@@ -65,7 +65,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads the file in a model folder; without it, the model has no settings. Warns of settings that are not built.
+    /// Reads the file in a model folder; without it, the model has no settings. Warns of unsupported settings.
     ///
     /// # Errors
     /// An unreadable file; settings out of range.
@@ -97,7 +97,7 @@ impl GenerationConfig {
     }
 }
 
-/// Keys of a file with an effect that is not built.
+/// Keys of a file with an unsupported effect.
 fn not_built(file: &Value) -> Vec<&'static str> {
     let samples = file["do_sample"] == true;
     let has_effect = |key: &str, neutral: f64| match &file[key] {

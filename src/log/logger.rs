@@ -28,14 +28,14 @@ const OF_TASKS: &[&str] = &[
     "ce",
 ];
 
-/// Whether an exit code in an event is that of a signal.
+/// Whether an exit code in an event is a signal's.
 pub fn is_of_signal(code: u64) -> bool {
     use ExitCode::{HungUp, Interrupted, Requested, Terminated};
     let code = u8::try_from(code).map(ExitCode::of);
     matches!(code, Ok(HungUp | Interrupted | Requested | Terminated))
 }
 
-/// Whether an event is of a task with a loss of whole documents, which has no perplexity.
+/// Whether an event is of a task with a loss of whole documents, without a perplexity.
 pub fn is_of_documents(event: &Value) -> bool {
     ["accuracy", "margins", "kl"].iter().any(|key| event.get(*key).is_some())
 }

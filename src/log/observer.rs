@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// An event of a run: a line of `metrics.jsonl`. A missing number, or one that is not finite, is NaN.
+/// An event of a run: a line of `metrics.jsonl`. A missing or non-finite number is NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event<'a> {

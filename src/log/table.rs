@@ -30,7 +30,7 @@ impl Table {
 }
 
 impl Logger for Table {
-    /// Appends an event, if it is a step or an evaluation.
+    /// Appends a step or an evaluation, and no other event.
     fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let Some(row) = row(event) else { return Ok(()) };
         let written = self.file.write_all(row.as_bytes());

@@ -1,8 +1,8 @@
 //! TensorBoard event files with the contents of `metrics.jsonl`.
 //!
 //! A file is a sequence of records (length, bytes, and checksums of both), one `Event` protocol buffer
-//! per record. A resumed run starts a new file, which begins with a session start at the first repeated
-//! step: TensorBoard then drops later events of earlier files.
+//! per record. The new file of a resumed run begins with a session start at the first repeated step: TensorBoard then
+//! drops later events of earlier files.
 
 use super::logger::{Logger, scalars};
 use ft_base::store;
@@ -116,7 +116,7 @@ impl TensorBoard {
             }
         }
         std::fs::create_dir_all(&dir).map_err(|e| fail("create", &dir, e))?;
-        // Names sort by time, the order in which TensorBoard reads them.
+        // Names sort by time, TensorBoard's order of reading.
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let path =
             dir.join(format!("events.out.tfevents.{:010}.{:09}.ft", time.as_secs(), time.subsec_nanos()));

@@ -34,7 +34,8 @@ pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Res
     let outputs = recipe.as_ref().and_then(|r| r.data.scores.labels()).map(|labels| labels.len());
     let recipe = recipe.map(without_paths);
     let sources = recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());
-    // JSON strings are valid YAML and Python: values of the card's head and code are quoted, those of its text are not.
+    // JSON strings are valid YAML and Python: values in the card's head and code are quoted, values in the text are
+    // not.
     let quoted = |s: &str| json!(s).to_string();
     let files = TensorFiles::open_file(&folder.join("adapter_model.safetensors")).ok();
     let names: Vec<&str> = files.iter().flat_map(TensorFiles::names).collect();
@@ -171,7 +172,7 @@ fn link(source: &str) -> String {
     }
 }
 
-/// The keys of a recipe that the user set, as TOML; all keys, if they are not recorded.
+/// The keys of a recipe set by the user, as TOML; all keys, if they are not recorded.
 fn given_keys(recipe: &Recipe, metrics: Option<&Metrics>) -> String {
     let Some(given) = metrics.and_then(|m| m.start["given"].as_array()) else { return recipe.to_toml() };
     let given = given.iter().filter_map(|key| key.as_str()).filter(|key| *key != "run.output");

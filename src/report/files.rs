@@ -1,4 +1,4 @@
-//! Files of a run folder besides its metrics.
+//! Files of a run folder besides the metrics.
 
 use ft_base::store::{folder_bytes, read_plain};
 use ft_plan::report::bytes;

@@ -158,7 +158,7 @@ pub struct Metrics {
     pub evals: BTreeMap<u64, Eval>,
     /// Replies to `log.samples`, in the order of the file.
     pub samples: Vec<Sample>,
-    /// Answers that are scored, in the order of the file.
+    /// Scored answers, in the order of the file.
     pub answers: Vec<Sample>,
     /// Expert load, by step.
     pub expert_load: BTreeMap<u64, ExpertLoad>,

@@ -11,8 +11,8 @@ use ft_recipe::{Launch, OneDevice, Recipe};
 
 const CHOSEN: CollectiveId = CollectiveId::all("the choice of a layout");
 
-/// Replaces `parallel = "auto"` by the fastest planned layout over the CUDA devices of this machine, and says which; to
-/// `resume`, by that of the run folder. Any other recipe stays as it is.
+/// Replaces `parallel = "auto"` by the fastest planned layout over the CUDA devices of this machine, and reports it; to
+/// `resume`, by the run folder's layout. Leaves any other recipe unchanged.
 ///
 /// # Errors
 /// A missing device; a model that cannot be found or planned; no layout that fits.
@@ -72,7 +72,7 @@ fn unserved(server: &[OneDevice], count: usize) -> usize {
 fn earlier(recipe: &Recipe, ranks: usize) -> Option<Vec<String>> {
     let p = Recipe::load(&recipe.run.output.join("recipe.toml"), &[]).ok()?.parallel;
     let set = Layout::of(&p).settings();
-    // its micro-batches were the plan's if those of the recipe do not divide
+    // the plan chose the micro-batches if the recipe's do not divide
     let planned = [&set[..], &["run.micro_rows=auto".to_string()]].concat();
     let legal = [set, planned].into_iter().find(|set| recipe.with(set).is_ok());
     legal.filter(|_| p.ranks() == ranks as u64)

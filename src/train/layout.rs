@@ -15,8 +15,7 @@ pub fn is_run(dir: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
 }
 
-/// Returns the last event of a run if it is `end`. Otherwise, the result on disk belongs to an earlier run
-/// or step.
+/// Returns the `end` event of a run, if last. Otherwise, the result on disk belongs to an earlier run or step.
 pub fn end_of(run: &Path) -> Option<Value> {
     last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")
 }
@@ -39,7 +38,7 @@ pub const RESULTS: [&str; 2] = [ADAPTER, MODEL];
 const ADAPTER: &str = "adapter";
 const MODEL: &str = "model";
 
-/// Returns true for names of files that `ft` writes to a model folder, and of subfolders, which end in `/`.
+/// Returns true for names of files written by `ft` to a model folder, and of subfolders, ending in `/`.
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
@@ -52,8 +51,8 @@ fn is_among(files: &[&str], name: &str) -> bool {
     files.iter().any(|file| *file == name || name.ends_with('/') && file.starts_with(name))
 }
 
-/// Returns true for names of files that `ft` writes to an adapter folder, except the record of the prompt
-/// format, and of subfolders, which end in `/`.
+/// Returns true for names of files written by `ft` to an adapter folder, except the record of the prompt format, and of
+/// subfolders, ending in `/`.
 pub fn is_of_adapter(name: &str) -> bool {
     ["adapter_config.json", "adapter_model.safetensors", CARD].contains(&name)
         || is_among(TOKENIZER_FILES, name)

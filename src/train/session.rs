@@ -144,7 +144,7 @@ impl Run {
     }
 }
 
-/// A loaded model with its data, trained step by step.
+/// A loaded model with data, trained step by step.
 pub struct Session {
     job: Job,
     alone: Threads,
@@ -190,7 +190,7 @@ impl Session {
     /// Runs the next step. Returns `None` after the last one.
     ///
     /// # Errors
-    /// A loss or gradient that is not finite; errors of the device.
+    /// A non-finite loss or gradient; errors of the device.
     pub fn step(&mut self) -> ft_base::Result<Option<StepOutput>> {
         let step = self.done;
         if step == self.steps() {

@@ -137,7 +137,7 @@ pub struct Others {
 /// Places of further rows in an error message.
 const PLACES: usize = 4;
 
-/// The message of a bad row: its problem, further rows, and the key that leaves bad rows out.
+/// The message of a bad row: the problem, further rows, and the key to leave bad rows out.
 fn bad_row(place: &Location, problem: &Problem, more: &Others) -> String {
     let text = problem.to_string();
     let (what, hints) = text.split_at(text.find('\n').unwrap_or(text.len()));

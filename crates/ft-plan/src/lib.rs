@@ -10,15 +10,15 @@
 //! host/       host memory, disks, shared memory: required and available bytes
 //! inference/  memory for `ft chat`, and for the server of `serve.devices`
 //! search/     fastest execution that fits
-//! plan/       the plan of a recipe;   hints: changes that would make it fit
+//! plan/       the plan of a recipe;   hints: changes to make it fit
 //! layouts/    plans of layouts of ranks, by predicted time
 //! resolve     config and selection of a recipe, shared with runs
 //! report/     text and JSON
 //! ```
 //!
-//! Each operation of `kernel` accounts for its own allocations and FLOPs: the plan runs the engine's
-//! `forward` and `backward` on ghosts ([`ft_kernels::tensor`]). Tests compare plans with real runs: on
-//! the CPU the measured peak is within 1% of the plan.
+//! Operations of `ft-kernels` account for their own allocations and FLOPs: the plan runs the engine's `forward` and
+//! `backward` on ghosts ([`ft_kernels::tensor`]). Tests compare plans with real runs: on the CPU the measured peak is
+//! within 1% of the plan.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(

@@ -1,5 +1,5 @@
-//! Resolves a recipe against its model: source, compute dtype, config, selection, and inputs of a plan.
-//! Shared by `ft plan`, `ft run`, `ft check`, and `ft eval`, so that all accept and refuse the same recipes.
+//! Resolves a recipe against its model: source, compute dtype, config, selection, and inputs of a plan. Shared by
+//! `ft plan`, `ft run`, `ft check`, and `ft eval`: all accept and refuse the same recipes.
 
 use crate::Error;
 use crate::host::{beside_device, budget, lacks_fp8};
@@ -51,7 +51,7 @@ impl Resolved {
     }
 
     /// Selects modules with `select`, after a check of config and recipe. `select` gives the config the layout of an
-    /// adapter. Dropout and noise of the model's own have no effect on a model that does not train.
+    /// adapter. The model's own dropout and noise have no effect without training.
     ///
     /// # Errors
     /// As [`check_model`] but for dropout, noise and keys without effect, [`check_experts`] and [`check_stages`]; a
@@ -73,7 +73,7 @@ impl Resolved {
     /// `host` is the host memory of the machine, if known.
     ///
     /// # Errors
-    /// As [`check_products`]; ranks that split the tokens of a row, with dropout in adapters of experts on CUDA;
+    /// As [`check_products`]; tokens of a row split over ranks, with dropout in adapters of experts on CUDA;
     /// inconsistent sizes of the model.
     pub fn inputs<'a>(
         recipe: &'a Recipe,
@@ -103,18 +103,18 @@ impl Resolved {
 /// Key of the changes to config.json.
 const OVERRIDE: &str = "model.override";
 
-/// Refuses keys that the model does not allow, and matrices that do not divide over the ranks that cut them.
+/// Refuses keys at odds with the model, and matrices not divisible among the ranks of `parallel.tensor`.
 ///
 /// # Errors
-/// Dropout or noise of the model's own; `model.override` with keys that the model does not read; `parallel.context`
-/// above 1 with linear attention, longrope or dynamic; answers during a run with `parallel.pipeline` above 1 and layers
-/// that share state; router losses without routers; `parallel.tensor` above 1 with another number of heads or width.
+/// Dropout or noise of the model's own; `model.override` with keys unread by the model; `parallel.context` above 1 with
+/// linear attention, longrope or dynamic; answers during a run with `parallel.pipeline` above 1 and layers with shared
+/// state; router losses without routers; `parallel.tensor` above 1 with another number of heads or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     check_training(recipe, config)?;
     check_keys(recipe, config)
 }
 
-/// Refuses keys of `model.override` that ft does not know, or that the model does not read.
+/// Refuses keys of `model.override` unknown to ft or unread by the model.
 pub fn check_override(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let Some((key, why)) = &config.idle_override else { return Ok(()) };
     let key = format!("{OVERRIDE}.{key}");
@@ -129,8 +129,8 @@ fn check_keys(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// Refuses keys of `model.override` without effect, and dropout and noise of the model's own, which training does not
-/// have. A recipe without training data is of a run, maybe of an earlier version, and opened for inference.
+/// Refuses keys of `model.override` without effect, and the model's own dropout and noise, absent from training in ft.
+/// A recipe without training data is of a run, maybe of an earlier version, and opened for inference.
 fn check_training(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     if recipe.data.train.is_empty() {
         return Ok(());
@@ -173,7 +173,7 @@ impl Unsuited {
     }
 }
 
-/// Ranks that split the tokens of a row, with dropout in adapters of experts, on CUDA.
+/// Tokens of a row split over ranks, with dropout in adapters of experts, on CUDA.
 pub(crate) fn split_dropout(recipe: &Recipe, selection: &Selection, cuda: bool) -> Option<Unsuited> {
     let p = &recipe.parallel;
     let over = [
@@ -190,7 +190,7 @@ pub(crate) fn split_dropout(recipe: &Recipe, selection: &Selection, cuda: bool) 
     })
 }
 
-/// The first key that the model does not allow.
+/// The first key at odds with the model.
 pub(crate) fn unsuited(recipe: &Recipe, config: &Config) -> Option<Unsuited> {
     let (p, family) = (&recipe.parallel, config.family.model_type);
     let tokens = match (config.delta.is_some(), config.rope_turn().is_some()) {
@@ -255,7 +255,7 @@ pub fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) 
     }
 }
 
-/// Frozen matrices whose products are in 8-bit floats, of those of attention and dense feed-forward blocks.
+/// Frozen matrices of attention and dense feed-forward blocks: number with products in 8-bit floats, and number in all.
 pub(crate) fn products(recipe: &Recipe, selection: &Selection, machine: Machine) -> (usize, usize) {
     let ranks = recipe.parallel.tensor;
     let own = selection.modules.iter().filter(|(m, choice)| is_frozen_dense(m, choice));
@@ -264,14 +264,14 @@ pub(crate) fn products(recipe: &Recipe, selection: &Selection, machine: Machine)
     })
 }
 
-/// Refuses matrices that do not divide over the ranks that cut them.
+/// Refuses matrices not divisible among the ranks of `parallel.tensor`.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
         return Ok(());
     }
     let heads: BTreeSet<usize> = (0..config.layers).map(|l| config.heads_to_cut(l)).collect();
-    // Mixtures stay whole, and so does a width that no layer has.
+    // Mixtures stay whole: only the widths of dense layers count.
     let dense = |l: &usize| config.moe.as_ref().is_none_or(|moe| !moe.sparse[*l]);
     let widths: BTreeSet<usize> =
         (0..config.layers).filter(dense).map(|l| config.intermediate_of(l)).collect();
@@ -297,7 +297,7 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     )))
 }
 
-/// Whether so many ranks can cut the matrices of a model.
+/// Whether `ranks` ranks can cut the matrices of a model.
 pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
     let with = recipe.with(&[format!("parallel.tensor={ranks}")]);
     let fits = |r: Recipe| {
@@ -320,7 +320,7 @@ fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
     }
 }
 
-/// Refuses 8-bit moments in blocks that the cuts of matrices would divide.
+/// Refuses 8-bit moments in blocks divided by the cuts of matrices.
 fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
     let ranks = recipe.parallel.tensor;
     if ranks == 1 || !recipe.optimizer.name.eight_bit() {
@@ -341,10 +341,10 @@ fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
     }
 }
 
-/// Refuses ranks that the experts of the model do not divide by.
+/// Refuses a number of ranks not dividing the number of experts.
 ///
 /// # Errors
-/// `parallel.expert` above 1 without experts, or with another number of them.
+/// `parallel.expert` above 1 without experts, or not dividing their number.
 pub fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
     let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));
@@ -386,7 +386,7 @@ pub fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }))
 }
 
-/// The config as a recipe trains it: with the head of its task, and without the format of weights that are not read.
+/// The config as trained by a recipe: with the head of the task, and without the format of unread weights.
 ///
 /// # Errors
 /// A score head of the checkpoint, with another number of outputs, or for a task of the vocabulary.
@@ -469,14 +469,14 @@ pub fn selection(
     check_adapters(recipe, &selection)?;
     check_moments(recipe, &selection)?;
     if recipe.lora.init.adapter().is_none() {
-        // Weights of bitsandbytes are known by the files alone, which are checked when opened.
+        // Weights of bitsandbytes are known by the files alone, checked when opened.
         let base = initial::prepared(Base::random(config.clone(), 0), recipe, &selection)?;
         check_full(&base, &selection, None)?;
     }
     Ok(selection)
 }
 
-/// A warning if transformers adds the load-balancing loss to that of this model, and the recipe says nothing of it.
+/// A warning if transformers adds the load-balancing loss to this model's loss, and the recipe does not mention it.
 fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
     const SWITCH: &str = "output_router_logits";
     let is_on = config.key(SWITCH).and_then(Value::as_bool) == Some(true);
@@ -490,7 +490,7 @@ fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
     ))
 }
 
-/// Warnings about keys without effect on what trains.
+/// Warnings about keys without effect on the trained modules.
 fn idle_notes(recipe: &Recipe, selection: &Selection) -> Vec<String> {
     let (o, parts, layers) = (&recipe.optimizer, selection.parts(), selection.layers);
     let mut notes = Vec::new();
@@ -526,8 +526,8 @@ fn idle_notes(recipe: &Recipe, selection: &Selection) -> Vec<String> {
     notes
 }
 
-/// As [`selection`], from the config of the adapter alone; gives `config` its layout. Beside rules, a missing adapter
-/// has no effect.
+/// As [`selection`], from the config of the adapter alone; gives `config` its layout. With rules, a missing adapter has
+/// no effect.
 pub(crate) fn selection_without_weights(recipe: &Recipe, config: &mut Config) -> ft_base::Result<Selection> {
     let dir = || adapter_dir(&Settings::from_env(), recipe, false);
     let dir = match (recipe.train.is_empty(), &config.moe) {

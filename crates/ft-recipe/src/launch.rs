@@ -12,7 +12,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 pub enum Rendezvous {
     /// Through MPI.
     Mpi,
-    /// At a host and port, where rank 0 listens.
+    /// At the host and port of rank 0.
     At(String, u16),
     /// Unknown. The text explains how to set it.
     Nowhere(&'static str),
@@ -25,7 +25,7 @@ pub struct Launch {
     pub rank: usize,
     /// World size.
     pub world: usize,
-    /// Rank within its machine, if the launcher sets it.
+    /// Rank within the machine, if set by the launcher.
     pub local: Option<usize>,
     /// How the processes meet.
     pub rendezvous: Rendezvous,
@@ -38,7 +38,7 @@ impl Launch {
     /// Rendezvous host of ranks on one machine.
     pub const LOOPBACK: &str = "127.0.0.1";
 
-    /// The environment variables that mark a process as one of several.
+    /// Environment variables marking a process as one of several.
     pub const VARIABLES: [&str; 5] =
         ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
@@ -103,7 +103,7 @@ impl Launch {
         by_rank.map_or(Ok(None), |ranks| launch(ranks, Rendezvous::Nowhere(why)))
     }
 
-    /// Resolves the address of rank 0, and tells whether it is a loopback address.
+    /// Resolves the address of rank 0; true for a loopback address.
     ///
     /// # Errors
     /// The host name cannot be resolved.
@@ -144,7 +144,7 @@ impl Environment<'_> {
         self.number(key).and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0)
     }
 
-    /// The ranks in these variables; `None` for a process that is alone.
+    /// The ranks in these variables; `None` for a lone process.
     fn ranks(&self, rank: &str, world: &str, local: &str) -> Result<Option<Ranks>, String> {
         let (Some(own), Some(all)) = (self.0(rank), self.0(world)) else { return Ok(None) };
         match (self.number(rank), self.number(world)) {
@@ -195,7 +195,7 @@ impl Environment<'_> {
 }
 
 impl Parallel {
-    /// Number of ranks that are threads of this process.
+    /// Number of ranks run as threads of this process.
     pub fn in_process(&self) -> u64 {
         match self.comm {
             Comm::Mpi => 1,
@@ -213,7 +213,7 @@ impl Parallel {
         }
     }
 
-    /// The setting with so many ranks in all, by `data` if the other axes divide them.
+    /// The setting with `ranks` ranks in all, by `data` if the other axes divide them.
     pub fn of_ranks(&self, ranks: usize) -> String {
         let others = self.ranks() / self.data as u64;
         match ranks as u64 / others {
@@ -222,7 +222,7 @@ impl Parallel {
         }
     }
 
-    /// Compute threads per rank, for `all` threads that the ranks share evenly.
+    /// Compute threads per rank, an even share of `all`.
     pub fn threads(&self, all: usize) -> usize {
         (all / self.sharing().max(1) as usize).max(1)
     }

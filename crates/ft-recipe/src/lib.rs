@@ -6,13 +6,13 @@
 //! ```text
 //! syntax  text -> tree with positions; overrides KEY=VALUE from the command line; diagnostics
 //! keys    one entry per key; typed recipe <-> checked values -> TOML
-//! check   every key against its entry: names, kinds, ranges; suggestions; values that a build lacks
+//! check   every key against its entry: names, kinds, ranges; suggestions; values missing in a build
 //! cross   checks across keys
 //! output  resolved recipe; JSON schema; reference page
 //! load    files, texts and built-in recipes -> `Recipe`
 //! import  configurations of other toolkits -> recipes
 //! launch  multi-process launch, from environment variables
-//! nodes   processes that `ft run` starts itself
+//! nodes   processes started by `ft run` itself
 //! ```
 
 #![cfg_attr(

@@ -4,7 +4,7 @@ use crate::keys::{Comm, Parallel, Recipe};
 use crate::launch::{Environment, Launch};
 use ft_base::terminal::plural;
 
-/// Variables with the number of machines, and those with this machine's number, in order of precedence.
+/// Variables with the number of machines, and with this machine's number, in order of precedence.
 const NODES: [(&str, &[&str]); 2] =
     [("PET_NNODES", &["PET_NODE_RANK", JOB_INDEX]), ("NNODES", &["NODE_RANK", "GROUP_RANK", JOB_INDEX])];
 /// This pod's number in an indexed Job of Kubernetes.
@@ -12,7 +12,7 @@ const JOB_INDEX: &str = "JOB_COMPLETION_INDEX";
 /// Rendezvous port of several machines without a variable for it, as torchrun's.
 const PORT: u16 = 29_500;
 
-/// Processes that `ft run` starts on this machine.
+/// Processes started by `ft run` on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
     /// Rank of the first one.
@@ -21,7 +21,7 @@ pub struct Start {
     pub local: usize,
     /// World size.
     pub world: usize,
-    /// Host and port where rank 0 listens; `None` for a free port of this machine.
+    /// Host and port of rank 0; `None` for a free port of this machine.
     pub rendezvous: Option<(String, u16)>,
 }
 
@@ -35,7 +35,7 @@ pub struct Refused {
 }
 
 impl Start {
-    /// The processes that a recipe needs here; `None` if this process runs by itself, or a launcher started it.
+    /// The recipe's processes on this machine; `None` if this process runs by itself, or a launcher started it.
     ///
     /// # Errors
     /// `parallel.local` against the launcher, the number of ranks or `parallel.comm`; incomplete variables of a pod.
@@ -107,7 +107,7 @@ impl Start {
     }
 }
 
-/// The refusal of processes that are not as many as the ranks of the recipe.
+/// The refusal of a number of processes other than the recipe's ranks.
 fn uneven(p: &Parallel, ranks: usize, count: usize, local: usize, nodes: Option<&Nodes>) -> Refused {
     let (place, alone) = match nodes.filter(|_| count > 1) {
         Some(Nodes { variable, .. }) => {

@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     let mut sampler = args.sampling.sampler(&GenerationConfig::read(&files.model.dir)?)?;
     let (decoders, context) = files.load(args.load, slice::from_ref(&device))?;
-    // removes a converted checkpoint, which an end by Ctrl-C would leave
+    // removes a converted checkpoint; an end by Ctrl-C would leave it
     drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
     let system = args.system.as_deref();

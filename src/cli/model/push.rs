@@ -128,7 +128,7 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
     Ok((go, left))
 }
 
-/// Refuses an adapter or a model of which config or weights are not among the files to upload.
+/// Refuses an adapter or a model without config or weights among the files to upload.
 fn check_whole(dir: &Path, files: &Files, run: Option<&Path>) -> ft_base::Result<()> {
     let has = |name: &str| files.iter().any(|(file, _)| file == name);
     let is_gguf = || files.iter().any(|(file, _)| file.ends_with(".gguf"));

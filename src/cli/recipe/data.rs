@@ -29,7 +29,7 @@ pub struct Args {
 }
 
 /// Reads the data as a run does, and prints it. Needs only config and tokenizer of the model. Returns the
-/// problems in order: bad rows are listed after the others.
+/// problems in order: bad rows come last.
 pub fn run(args: &Args) -> Vec<Error> {
     let mut problems = Vec::new();
     if let Err(e) = show(args, &mut problems) {

@@ -31,8 +31,8 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// Writes the recipe, lists what became of each key, and checks the recipe. Missing files and models
-/// are no problems yet. Returns the problems in order.
+/// Writes the recipe, lists the outcome for every key, and checks the recipe. Missing files and models are no problems
+/// yet. Returns the problems in order.
 pub fn run(args: &Args) -> Vec<Error> {
     match write(args) {
         Ok(out) => {
@@ -79,7 +79,7 @@ fn write(args: &Args) -> ft_base::Result<PathBuf> {
 /// Files beside the configuration or in the current folder; models whose config is at hand.
 struct Beside<'a>(&'a Path);
 
-/// The config of a model, if it is at hand.
+/// The config of a model, if at hand.
 fn config_of(model: &str) -> Option<Config> {
     let model = toml::Value::from(model);
     let text = format!(

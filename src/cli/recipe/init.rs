@@ -111,12 +111,12 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     print(&format!("{}\n", path.display()))
 }
 
-/// Whether an error is one of data that is there, which a key of the recipe may solve.
+/// Whether an error comes from existing data, and a key of the recipe may solve it.
 fn is_for_a_key(e: &ft_base::Error) -> bool {
     e.of::<ft_data::Error>().is_some_and(|e| !matches!(e, ft_data::Error::Missing { .. }))
 }
 
-/// A training method by its name, in any case.
+/// A training method by name, in any case.
 fn method_of(answer: &str) -> ft_base::Result<String> {
     let known = METHODS.iter().find(|(word, _)| word.eq_ignore_ascii_case(answer));
     let known = known.map(|(word, _)| word.to_string());
@@ -206,7 +206,7 @@ fn task_text(task: Task, labels: &[String]) -> String {
     out
 }
 
-/// The recipe with comments on the keys. `config` is the model's, if it is available.
+/// The recipe with comments on the keys. `config` is the model's, if available.
 fn text(
     (task, model): (Task, &str),
     sources: &str,

@@ -11,13 +11,13 @@ pub(super) struct Limits {
     pub headers: usize,
     /// Bytes of a request line with its headers.
     pub header_bytes: usize,
-    /// Time for the headers of a request to arrive, and time that a connection may be idle.
+    /// Time for the headers of a request to arrive, and for a connection to be idle.
     pub header_time: Duration,
-    /// Time that a connection is idle before it makes room for another one.
+    /// Idle time of a connection before it makes room for another one.
     pub idle_time: Duration,
     /// Bytes of a body.
     pub body_bytes: usize,
-    /// Bytes of all bodies that arrive, wait, or are answered; and bytes of a refused request that are read on.
+    /// Bytes of all arriving, waiting or answered bodies; and bytes of a refused request still read.
     pub bodies_bytes: usize,
     /// Time for a body to arrive, or for the rest of a refused request.
     pub body_time: Duration,

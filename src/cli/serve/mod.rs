@@ -140,7 +140,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     let replicas = std::thread::Builder::new().name("replicas".into()).spawn(work).map_err(fail)?;
     let web = http::start(listener, state, ending).map_err(fail)?;
-    // with both listeners there, a signal or the end of stdin ends the server, and a second signal the process
+    // with both listeners ready, a signal or the end of stdin ends the server, and a second signal the process
     signals.hold();
     serving.store(true, Ordering::Relaxed);
     print(&format!("http://{local}/v1\n"))?;
@@ -166,7 +166,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
 }
 
-/// The key that clients must send, if any.
+/// The key required of clients, if any.
 fn key(args: &Args) -> ft_base::Result<Option<String>> {
     let own = || std::env::var("FT_API_KEY").ok().filter(|k| !k.is_empty());
     let key = args.api_key.clone().or_else(own);
@@ -213,7 +213,7 @@ fn answer(mut replicas: Vec<Replica>, state: &ServerState) -> ft_base::Result<()
     generate::run_all(replicas.iter_mut().zip(&state.replicas).map(work).collect())
 }
 
-/// Ends the server as soon as stdin reaches its end; before it serves, the process.
+/// Ends the server at the end of stdin; before it serves, the process.
 fn end_with_stdin(serving: Arc<AtomicBool>, ending: mpsc::Sender<()>) -> std::io::Result<()> {
     let wait = move || {
         let mut stdin = std::io::stdin().lock();

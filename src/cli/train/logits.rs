@@ -43,7 +43,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let files = ModelFiles::open(&args.model, args.adapter.as_deref())?;
     let tokenizer = files.tokenizer(None)?;
     let (decoders, _) = files.load(args.load, slice::from_ref(&job.device))?;
-    // removes a converted checkpoint, which an end by Ctrl-C would leave
+    // removes a converted checkpoint; an end by Ctrl-C would leave it
     drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
     let name = args.adapter.as_ref().unwrap_or(&args.model);

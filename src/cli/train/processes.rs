@@ -1,7 +1,7 @@
 //! `ft run` as a launcher: starts the processes of `parallel.local`, passes signals on, and ends as they end.
 //!
-//! Processes inherit command line, environment and terminal; rank 0 speaks. Every process has a process group of its
-//! own, so that Ctrl-C comes to it once, from here.
+//! Processes inherit command line, environment and terminal; rank 0 speaks. Every process has a separate process group:
+//! Ctrl-C comes to it once, from here.
 
 use crate::infer::usage;
 use crate::train::check_ranks;
@@ -19,7 +19,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// Environment variable of a started process: the id of the one that started it.
+/// Environment variable of a started process: the id of the parent.
 const PARENT: &str = "FT_STARTED_BY";
 /// Time for processes to end after one has failed. They hear of the failure at once, unless they hang.
 const GRACE: Duration = Duration::from_secs(30);
@@ -27,7 +27,7 @@ const GRACE: Duration = Duration::from_secs(30);
 /// The processes of a recipe on this machine; `None` if this process runs by itself, or was launched.
 ///
 /// # Errors
-/// Variables or keys that do not go together; as [`check_ranks`].
+/// Conflicting variables or keys; as [`check_ranks`].
 pub fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
     let refused = |r: Refused| match r.key {
         Some(key) => usage(format!("{}: {}", recipe.place(key), r.why)),
@@ -65,8 +65,8 @@ enum Event {
     Signal(i32),
 }
 
-/// Starts the processes, and waits until all have ended. Returns the exit code: of the first rank that failed by
-/// itself, or that of a lost rank.
+/// Starts the processes, and waits until all have ended. Returns the exit code: of the lowest rank with an error, or of
+/// a lost rank.
 ///
 /// # Errors
 /// No free port; the system refuses more processes or threads.
@@ -99,8 +99,8 @@ pub(super) fn start(start: &Start) -> ft_base::Result<u8> {
     Ok(outcome)
 }
 
-/// A free port of loopback for rank 0. The system chooses higher ones for sockets that name none: none of them takes
-/// this port before rank 0 listens.
+/// A free port of loopback for rank 0. The system chooses higher ones for sockets without a port: none takes this one
+/// before rank 0 listens.
 fn free_port() -> std::io::Result<u16> {
     let is_free = |port: &u16| TcpListener::bind((Launch::LOOPBACK, *port)).is_ok();
     let any = TcpListener::bind((Launch::LOOPBACK, 0))?.local_addr()?.port();
@@ -113,7 +113,7 @@ struct Processes {
     first: usize,
     running: Vec<(usize, Pid)>,
     ended: Vec<(usize, ExitStatus)>,
-    /// Pipes for signals, which close with this process.
+    /// Pipes for signals, closed with this process.
     pipes: Vec<ChildStdin>,
     /// The last signal passed on.
     passed: Option<i32>,
@@ -227,8 +227,8 @@ impl Processes {
         Some(format!("error: rank {rank} of {world}: its process was ended by signal {signal}{hint}"))
     }
 
-    /// The code of the lowest rank that reports an error; that of a lost rank if signals ended them. After a signal to
-    /// all, a rank may lose another that the signal has ended: the code is then that of the signal.
+    /// The code of the lowest rank with an error; of a lost rank if signals ended the failed ones. After a signal to
+    /// all, a rank may lose another one ended by it: the code is then the signal's.
     fn code(&mut self) -> u8 {
         self.ended.sort_unstable_by_key(|(number, _)| *number);
         let failed: Vec<_> = self.ended.iter().map(|(_, s)| *s).filter(|s| !s.success()).collect();

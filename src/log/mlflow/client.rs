@@ -11,7 +11,7 @@ const LIMIT: Duration = Duration::from_secs(if cfg!(test) { 600 } else { 10 });
 const MOST: usize = 100;
 /// Most metrics of a call.
 const MOST_METRICS: usize = 1000;
-/// Longest value of a parameter that all servers store, in characters.
+/// Longest value of a parameter stored by all servers, in characters.
 const LONGEST: usize = 500;
 
 /// A failed call.
@@ -59,7 +59,7 @@ impl Client {
         Ok(Self { http, runtime: runtime.map_err(|e| fail(&e))?, url: url.trim_end_matches('/').to_string() })
     }
 
-    /// Creates a run with its first tags, and its experiment if missing. Returns the id of the run;
+    /// Creates a run with the first tags, and the experiment if missing. Returns the id of the run;
     /// [`Client::describe`] follows.
     pub fn create(&self, experiment: &str, name: &str, tags: &Pairs, time: u64) -> Result<String, Failure> {
         let experiment = match self.experiment(experiment) {
@@ -107,7 +107,7 @@ impl Client {
         Ok(())
     }
 
-    /// Sets the status of a run, with its end if given.
+    /// Sets the status of a run, and the end if given.
     pub fn update(&self, id: &str, status: &str, end: Option<u64>) -> Result<(), Failure> {
         let mut body = json!({"run_id": id, "status": status});
         if let Some(time) = end {
@@ -198,8 +198,8 @@ fn pairs(list: &Pairs) -> Vec<Value> {
     list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
 }
 
-/// A name of a metric that all servers take. After its group (`eval/`), each byte other than ASCII letters, digits,
-/// `_`, `-`, `.` and space becomes `_` and two hexadecimal digits.
+/// A metric name valid on all servers. After the group (`eval/`), every byte other than ASCII letters, digits, `_`,
+/// `-`, `.` and space becomes `_` and two hexadecimal digits.
 fn allowed(name: &str) -> String {
     let (group, own) = name.split_at(name.find('/').map_or(0, |at| at + 1));
     let byte = |b: u8| match b.is_ascii_alphanumeric() || b"_-. ".contains(&b) {

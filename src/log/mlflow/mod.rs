@@ -1,7 +1,7 @@
 //! Metrics, recipe, answers to samples and end of a run on an MLflow server.
 //!
-//! A thread of its own talks to the server. Training only puts events into a bounded queue; when the server
-//! is slower or gone they are lost, counted, and said in a warning.
+//! A separate thread talks to the server. Training only puts events into a bounded queue; when the server is slower or
+//! gone they are lost, counted, and said in a warning.
 
 mod client;
 mod samples;
@@ -20,7 +20,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, s
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-/// Most events that wait for the server.
+/// Most events waiting for the server.
 const QUEUE: usize = 10_000;
 /// Most events of a call.
 const BATCH: usize = 64;
@@ -45,7 +45,7 @@ pub struct MlFlowRun {
     pub resumes: bool,
 }
 
-/// What the thread and the run share.
+/// State shared by the thread and the run.
 #[derive(Default)]
 struct Shared {
     /// Number of events on the server.
@@ -140,7 +140,7 @@ impl MlFlow {
         }
     }
 
-    /// Number of events that the server does not have.
+    /// Number of events missing on the server.
     fn missing(&self) -> u64 {
         self.offered - self.shared.delivered.load(Ordering::Relaxed).min(self.offered)
     }
@@ -187,7 +187,7 @@ struct Worker {
     id: Option<String>,
     /// Whether the server has the parameters of the run, or has refused them.
     described: bool,
-    /// The table of samples from the first one on; refused for good where the server has no place for it.
+    /// The table of samples from the first one on; refused for good if the server has no place for it.
     samples: Option<Result<Samples, ()>>,
     /// Whether the server has the end of the run.
     ended: bool,

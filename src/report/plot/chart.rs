@@ -79,7 +79,7 @@ pub struct Chart {
     /// Anchor for links inside the page.
     pub id: &'static str,
     pub title: &'static str,
-    /// Text summary of the chart, for those who do not see it.
+    /// Text summary of the chart, for readers who do not see it.
     pub about: String,
     notes: Vec<String>,
     width: f64,

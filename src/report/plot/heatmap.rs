@@ -26,7 +26,7 @@ pub struct ExpertCounts {
     pub tokens: Vec<u64>,
 }
 
-/// A shade, with all its cells in one SVG path.
+/// A shade, with all cells in one SVG path.
 #[derive(Clone, Debug, Serialize)]
 struct Shade {
     /// From 0, the palest.

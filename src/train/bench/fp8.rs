@@ -17,7 +17,7 @@ const ROWS: usize = 256;
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Error {
     /// L2 distance of `x W^T` and of `dy W` for normal x and dy, and the first such weight of the model; `None` for
-    /// weights that are not on the device between visits.
+    /// weights off the device between visits.
     products: Option<[f64; 2]>,
     /// Difference of the loss and of the gradient norm of a step.
     loss: f64,
@@ -27,7 +27,7 @@ pub struct Fp8Error {
 }
 
 impl Fp8Error {
-    /// Compares products of the model, and a step that ran in 8-bit floats with one in bf16; `None` without any.
+    /// Compares products of the model, and a step in 8-bit floats with one in bf16; `None` without 8-bit weights.
     pub fn measure(
         model: &TrainedModel,
         device: &Device,
@@ -74,7 +74,7 @@ impl Fp8Error {
     }
 }
 
-/// Relative L2 distance of a product with normal rows from that in bf16.
+/// Relative L2 distance of a product with normal rows from the product in bf16.
 fn product(w: &Fp8Matrix, device: &Device, back: bool) -> candle_core::Result<f64> {
     let (o, i) = w.dims();
     let (cols, s) = (if back { o } else { i }, Stream::new(0, Purpose::Sample, 0, 0));

@@ -88,7 +88,7 @@ pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base:
     Ok(Measured { json, text, kept })
 }
 
-/// As many values of a teacher as `ft logits` writes by default, for each of `targets` targets.
+/// Values of a teacher at `targets` targets, as many per target as `ft logits` writes by default.
 fn teacher(vocab: usize, targets: usize) -> Teacher {
     let kept = TOP_K.min(vocab);
     let ids = (0..targets).flat_map(|t| (0..kept).map(move |k| ((t + k * (vocab / kept)) % vocab) as u32));

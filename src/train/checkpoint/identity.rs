@@ -44,7 +44,7 @@ impl Identity {
         };
         let mut map = job.recipe.math_keys();
         if job.recipe.optimizer.lr.is_none() {
-            // Stores the default learning rates, so that another default makes another run.
+            // Stores the default learning rates: another default makes another run.
             let rates = job.selection.learning_rates(&job.recipe.optimizer);
             let mut by_method: Vec<String> = rates
                 .iter()
@@ -66,7 +66,7 @@ impl Identity {
         {
             map.insert("optimizer.master".into(), "none".into());
         }
-        // Of the keys of [memory] the one that changes numbers.
+        // The only key of [memory] with an effect on numbers.
         if job.recipe.memory.products == Products::Fp8 {
             map.insert("memory.products".into(), "fp8".into());
         }
@@ -110,7 +110,7 @@ impl Identity {
     }
 }
 
-/// The hash of the content at a place; `None` for keys that are no places.
+/// The hash of the content at a place; `None` for any other key.
 pub(super) fn hash_of_place(key: &str) -> Option<&'static str> {
     match key {
         "model.source" | "model.revision" => Some("hash.model"),

@@ -62,8 +62,8 @@ impl Entry {
     }
 }
 
-/// Optimizer tensors of a trained tensor, here or on another rank: both moments, with scales if they are 8-bit codes,
-/// and the GaLore projector if there is one.
+/// Optimizer tensors of a trained tensor, here or on another rank: both moments, with the scales of 8-bit codes, and
+/// the GaLore projector, if any.
 fn entries(params: &Params, index: usize) -> Vec<Entry> {
     let t = &params.tensors[index];
     let projected = params.projected_shapes(index);
@@ -288,8 +288,8 @@ pub fn check_accepted(
     )))
 }
 
-/// Lists the differences of two identities, one line per key, without accepted keys, and without places whose content
-/// has a hash in both.
+/// Lists the differences of two identities, one line per key, without accepted keys, and without places with a content
+/// hash in both.
 pub fn changes(
     old: &BTreeMap<String, String>,
     new: &BTreeMap<String, String>,

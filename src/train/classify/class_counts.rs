@@ -30,13 +30,13 @@ impl ClassCounts {
     }
 
     /// F1 of a class, the harmonic mean of precision and recall: 0 without a correct document; `None` for a class
-    /// that neither occurs nor is predicted.
+    /// neither present nor predicted.
     pub fn f1(&self, class: usize) -> Option<f64> {
         let Counts { of, predicted, correct } = self.0[class];
         (of + predicted > 0).then(|| 2.0 * correct as f64 / (of + predicted) as f64)
     }
 
-    /// Accuracy, macro F1, and F1 by class. The mean leaves out classes that neither occur nor are predicted, as
+    /// Accuracy, macro F1, and F1 by class. The mean leaves out classes neither present nor predicted, as
     /// scikit-learn's `f1_score(average = "macro")`.
     pub fn metrics(&self, names: &[String]) -> Map<String, Value> {
         let all: u64 = self.0.iter().map(|c| c.of).sum();

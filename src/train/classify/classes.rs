@@ -27,7 +27,7 @@ impl Document<'_> {
         (1..self.scores.len()).fold(0, best)
     }
 
-    /// Probabilities of the classes, and the negative logarithm of that of the own class.
+    /// Probabilities of the classes, and the negative log-probability of the own class.
     fn softmax(&self) -> (Vec<f64>, f64) {
         let most = self.scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = self.scores.iter().map(|s| (s - most).exp()).sum();
@@ -56,8 +56,8 @@ impl<'a> Classes<'a> {
         })
     }
 
-    /// Adds the documents of a micro-batch to a tally. Returns the gradient of the sum of their losses, each times its
-    /// weight, with respect to the scores.
+    /// Adds the documents of a micro-batch to a tally. Returns the gradient of the weighted sum of the losses with
+    /// respect to the scores.
     pub fn gradient(&self, m: &Micro, scores: &[f64], tally: &mut Tally) -> Vec<f32> {
         let mut out = Vec::with_capacity(scores.len());
         for document in self.documents(m, scores) {

@@ -30,7 +30,7 @@ pub struct TeacherFiles {
     pub targets: usize,
     /// Size of all files.
     pub bytes: u64,
-    /// Lines of a recipe that read the files: `train = [..]` and `eval = [..]`.
+    /// Lines of a recipe to read the files: `train = [..]` and `eval = [..]`.
     pub sources: String,
 }
 
@@ -49,12 +49,12 @@ fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(
     })
 }
 
-/// Writes the rows of a job's recipe with the `k` most probable tokens of a teacher at each target, a file for each
+/// Writes the rows of a job's recipe with the `k` most probable tokens of a teacher at every target, one file per
 /// source, to a new folder.
 ///
 /// # Errors
-/// A teacher with another tokenizer, or with logits that are not finite; a task with losses of whole documents;
-/// unreadable rows; device errors; an existing folder.
+/// A teacher with another tokenizer, or with non-finite logits; a task with losses of whole documents; unreadable rows;
+/// device errors; an existing folder.
 pub fn write_teacher(
     job: &Job,
     teacher: &TeacherModel<'_>,
@@ -83,7 +83,7 @@ pub fn write_teacher(
     Ok(files)
 }
 
-/// Identity of teacher and tokenizer in the rows. The chat template counts if it wrote some of them.
+/// Identity of teacher and tokenizer in the rows. The chat template counts if some rows used it.
 fn identity(job: &Job, name: &str) -> Value {
     let identity = job.tokenizer.as_ref().map(|t| t.identity());
     let data = &job.recipe.data;
@@ -105,7 +105,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Writes the samples of a part, each once.
+    /// Writes every sample of a part once.
     fn part(&mut self, part: Part, data: &Dataset, files: &mut TeacherFiles) -> ft_base::Result<()> {
         let word = if part == Part::Train { "train" } else { "eval" };
         let bar = rows_bar();
@@ -129,7 +129,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// The line of a recipe that reads a file. A source's weight counts in its samples of an epoch.
+    /// The line of a recipe to read a file. A source's weight counts in its samples of an epoch.
     fn source(&self, part: Part, i: usize, name: &str) -> String {
         let source = toml::Value::from(self.out.join(name).display().to_string());
         let weight = self.job.recipe.data.sources(part).get(i).map_or(1.0, |s| s.weight);

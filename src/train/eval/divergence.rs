@@ -11,7 +11,7 @@ use ft_recipe::Task;
 /// Number of steps without a gradient between checks of the logits.
 const CHECK_EVERY: u64 = 3;
 
-/// Detects a diverged model, for which all logits of a token are equal.
+/// Detects a diverged model: all logits of a token are equal.
 ///
 /// A zero gradient alone is not conclusive: experts may receive no token, and a router with top-1 experts
 /// may get no gradient. So the logits decide, and they are computed only after steps without a gradient.

@@ -44,7 +44,7 @@ impl EvalHistory {
         out
     }
 
-    /// Leaves evaluations of other data than that of hash `data` out of the events of a run. Returns their number.
+    /// Drops evaluations of data with another hash than `data` from the events of a run. Returns their number.
     pub fn only_of(events: &mut Vec<Value>, data: Option<&str>) -> usize {
         let (before, mut is_other) = (events.len(), false);
         events.retain(|e| {
@@ -56,7 +56,7 @@ impl EvalHistory {
         before - events.len()
     }
 
-    /// The value of an evaluation that the history compares.
+    /// The compared value of an evaluation.
     pub fn value_of(&self, evaluation: &Evaluation) -> f64 {
         match self.by {
             Best::Loss => evaluation.loss,
@@ -77,7 +77,7 @@ impl EvalHistory {
     }
 
     /// As [`EvalHistory::of`], for runs with `run.keep_best`: ignores evaluations without a whole checkpoint, with
-    /// a warning. Step `newest` is exempt, because the caller has its checkpoint or is about to write it.
+    /// a warning. Step `newest` is exempt, because the caller has the checkpoint or is about to write it.
     pub fn with_checkpoints(
         by: Best,
         mut events: Vec<Value>,
@@ -93,8 +93,8 @@ impl EvalHistory {
         }
     }
 
-    /// Records an evaluation. Returns true if it is the best after at least one step; step 0 never counts,
-    /// because no result belongs to it.
+    /// Records an evaluation. Returns true for the best after at least one step; step 0 never counts, because no result
+    /// belongs to it.
     pub fn record(&mut self, step: u64, value: f64) -> bool {
         if step == 0 {
             self.start = Some(value);

@@ -28,7 +28,7 @@ struct Marker {
     files: Vec<FileHash>,
 }
 
-/// The 4-bit copy of a model, loaded from the files that were hashed.
+/// The 4-bit copy of a model, loaded from the hashed files.
 type Cached = (Config, TensorFiles);
 
 /// State of a cache folder.
@@ -107,9 +107,9 @@ fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<(Cac
     Ok(((config, files), all))
 }
 
-/// Opens the 4-bit copy of the model in `model.cache`, and writes it first if it is missing, damaged, or of
-/// another model. Returns `None` without a cache in the recipe or if nothing is quantized. With several
-/// processes, one writes and the others wait.
+/// Opens the 4-bit copy of the model in `model.cache`. Writes it first if missing, damaged, or of another model.
+/// Returns `None` without a cache in the recipe or if nothing is quantized. With several processes, one writes and the
+/// others wait.
 pub(super) fn open_or_write(
     recipe: &Recipe,
     config: &Config,

@@ -54,8 +54,8 @@ impl Job {
     }
 
     /// Resolves a recipe for inference: all weights are frozen, and the adapter of `lora.init` is applied.
-    /// Without an adapter, modules that the recipe trains in full are not quantized, so the model equals
-    /// the one at the start of training.
+    /// Without an adapter, modules trained in full by the recipe are not quantized, so the model equals the one at the
+    /// start of training.
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
         Self::with(recipe, (want, progress), false, &|recipe, config, adapter| {
             let in_full = |r: &Rule| r.is(Method::Full);

@@ -45,7 +45,7 @@ impl Job {
         (found.total() < plan.total()).then_some(Plan { budget, space, hints: Vec::new(), ..found })
     }
 
-    /// As [`Job::plan`], for runs that write neither checkpoints nor a result.
+    /// As [`Job::plan`], for runs without checkpoints and result.
     pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
         self.planned(&Workloads::new(count), false)
     }

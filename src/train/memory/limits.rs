@@ -10,8 +10,8 @@ use ft_kernels::cuda;
 use ft_plan::{Plan, Target, report};
 use ft_recipe::{Recipe, Weights};
 
-/// Refuses a run without enough memory, or with settings that its model does not allow, before the model is downloaded.
-/// `device` is open: a closed one does not tell its memory.
+/// Refuses a run without enough memory, or with settings not allowed by the model, before the model is downloaded.
+/// `device` is open: the memory of a closed one is unknown.
 ///
 /// # Errors
 /// [`ft_plan::Error::DoesNotFit`]; errors of the recipe. Others are left to later checks.
@@ -31,9 +31,8 @@ pub fn before_download(recipe: &Recipe, device: &Device) -> ft_base::Result<()> 
     }
 }
 
-/// Returns true if the plan exceeds a limit that must hold: `memory.budget`, free memory on the CPU (where
-/// plans are exact), all memory of a CUDA device (where they are estimates), host memory, disk space, or the devices
-/// of the server.
+/// Returns true if the plan exceeds a hard limit: `memory.budget`, free memory on the CPU (plans are exact), all memory
+/// of a CUDA device (plans are estimates), host memory, disk space, or the devices of the server.
 fn refused(recipe: &Recipe, plan: &Plan) -> bool {
     let estimated = plan.machine.cuda && recipe.memory.budget.is_none();
     let device = match estimated {

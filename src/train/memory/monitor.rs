@@ -1,4 +1,4 @@
-//! Compares the memory of a run with its plan: measures peaks, and reports differences at the end.
+//! Compares the memory of a run with the plan: measures peaks, and reports differences at the end.
 
 use super::out_of_memory::{self, Planned};
 use crate::train::job::Job;
@@ -99,7 +99,7 @@ impl MemoryMonitor {
         &self.planned.plan
     }
 
-    /// Replaces the plan during a run, and measures the peak of its steps anew.
+    /// Replaces the plan during a run, and measures the peak of the steps anew.
     pub fn replan(&mut self, plan: Plan, job: &Job) {
         let listed = job.allocations(&plan);
         self.planned = out_of_memory::remember(plan, listed);
@@ -171,7 +171,7 @@ impl MemoryMonitor {
         self.peak
     }
 
-    /// Most bytes that the memory pool of the device has held, in use or for reuse; `None` on the CPU.
+    /// Most bytes held by the memory pool of the device, in use or for reuse; `None` on the CPU.
     pub fn reserved(&self) -> Option<u64> {
         cuda::reserved_bytes(&self.device)
     }

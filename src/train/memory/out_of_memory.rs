@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 /// Plan of the current run, for the allocator hook.
 static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
 
-/// A plan with the list of its allocations.
+/// A plan with the list of allocations.
 #[derive(Debug)]
 pub struct Planned {
     pub(super) plan: Plan,
@@ -66,7 +66,7 @@ impl Planned {
         if let Some(fault) = fault {
             fault.set_place(report::place_of(at.0, at.1, self.plan.layers));
         }
-        // Skips errors that were explained already, here or on another rank.
+        // Skips errors already explained, here or on another rank.
         let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::ranks::Error>().is_some();
         if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;

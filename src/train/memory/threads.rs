@@ -7,9 +7,9 @@ use rayon::ThreadPool;
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 
-/// Variable with the number of threads, which the library reads.
+/// Variable of the library with the number of threads.
 const THREADS: &str = "RAYON_NUM_THREADS";
-/// Most threads, except on more processors. Idle ones look for work at one another, so that many start slowly.
+/// Most threads, except on more processors. Idle ones look for work at one another: many start slowly.
 const MOST: usize = 1024;
 
 /// Starts the global thread pool. Also turns SIGXFSZ into a write error: without a handler, the system
@@ -59,8 +59,8 @@ fn pool_with_this(threads: usize, rank: Option<usize>) -> Result<ThreadPool, ft_
     pool.map_err(|e| ft_plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
 }
 
-/// Starts a thread of the pool and returns once the thread runs, so that its start-up memory is already
-/// counted when the next thread checks for room.
+/// Starts a thread of the pool and returns once the thread runs: the start-up memory is then counted when the next
+/// thread checks for room.
 fn start_thread(thread: rayon::ThreadBuilder) -> std::io::Result<()> {
     /// Stack size in bytes, the default of the standard library.
     const STACK: usize = 2 << 20;

@@ -12,11 +12,11 @@ use ft_engine::quant;
 use rayon::prelude::*;
 use std::collections::HashMap;
 
-/// Tolerance for the relative L2 distance of logits that differ by the order of sums alone, in most models.
+/// Tolerance for the relative L2 distance of logits after sums in another order, in most models.
 pub const BAR: f64 = 1e-5;
-/// Allowed distance, in distances by which a perturbation moves the logits: one may move them less than another.
+/// Allowed distance, as a multiple of the distance by a perturbation: one may move the logits less than another.
 const PERTURBATIONS: f64 = 10.0;
-/// Perturbations that are tried before a distance counts as unexplained.
+/// Perturbations tried before a distance counts as unexplained.
 const TRIES: u64 = 8;
 
 /// Computes logits `[t, v]` of a few tokens in f32, for a base alone or with an adapter.
@@ -29,9 +29,9 @@ pub fn logits(
     Build { adapter, ..Build::new(base, selection) }.logits(ids)
 }
 
-/// Tolerance for logits that are `apart` and differ by the order of sums alone: `bar`, or, for models that amplify
-/// rounding errors, 10 times as much as errors of that size move the logits. `moved` computes that distance for
-/// perturbations of a seed, and is called only if `bar` is exceeded.
+/// Tolerance for logits `apart` by the order of sums alone: `bar`, or, in models with amplified rounding errors,
+/// 10 times the distance by such errors. `moved` computes the distance by perturbations of a seed, and is called only
+/// if `bar` is exceeded.
 pub fn tolerance(
     apart: f64,
     mut bar: f64,
@@ -49,8 +49,8 @@ pub fn tolerance(
     Ok(bar)
 }
 
-/// Values in f32, each perturbed as by a rounding, by one or two units in the last place. `number` tells tensors of a
-/// seed apart.
+/// Values in f32, perturbed as by rounding, by one or two units in the last place. `number` tells tensors of a seed
+/// apart.
 pub fn perturbed(values: &Tensor, seed: u64, number: u64) -> candle_core::Result<Tensor> {
     let stream = Stream::new(seed, Purpose::Rounding, 0, number);
     let mut all = values.flatten_all()?.to_vec1::<f32>()?;

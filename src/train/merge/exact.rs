@@ -42,7 +42,7 @@ impl<'a> ExactWeights<'a> {
         Self { perturbed: Some(seed), ..self }
     }
 
-    /// Relative L2 distance of the weights read from those written.
+    /// Relative L2 distance of the written weights from the exact ones read so far.
     pub fn rounding(&self) -> f64 {
         (self.error / self.norm).sqrt()
     }

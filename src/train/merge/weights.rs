@@ -8,8 +8,8 @@
 //! * trained token rows replace rows of the base;
 //! * whole tensors in the adapter (`modules_to_save`) replace tensors of the base.
 //!
-//! If head and embedding are tied and an update applies to one of them, or a different one to both, the
-//! merged model has separate tensors.
+//! If head and embedding are tied but updated differently, or only one is updated, the merged model has separate
+//! tensors.
 
 use candle_core::{DType, Device, Tensor};
 use ft_engine::adapters::Tokens;
@@ -205,7 +205,7 @@ impl<'a> Merge<'a> {
             Choice::Lora { spec, .. } if s.part == Part::Weight => self.updated(s, peft::scale(spec)),
             Choice::Rows { .. } if s.part == Part::Weight => Ok((self.with_rows(s)?, None)),
             _ => {
-                // Via f32, so that f64 is rounded in the same two steps for the file and for the check.
+                // Via f32: f64 is rounded in the same two steps for the file and for the check.
                 let f64 = self.files.info(&s.base).is_some_and(|i| i.dtype == Dtype::F64);
                 Ok((self.base(s, if f64 { DType::F32 } else { dtype })?, None))
             }
@@ -260,7 +260,7 @@ impl<'a> Merge<'a> {
         Ok(weight)
     }
 
-    /// Base weight plus low-rank update in f32, and the base weight alone if it is 4-bit.
+    /// Base weight plus low-rank update in f32, and the base weight alone if in 4 bits.
     fn updated(&self, s: &Source, scale: f64) -> ft_base::Result<(Tensor, Option<Tensor>)> {
         let m = &s.module;
         let w = self.base(s, DType::F32)?;

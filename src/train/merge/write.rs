@@ -1,10 +1,10 @@
 //! Merges an adapter into the base, and verifies the model on disk.
 //!
 //! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of
-//! base and adapter, up to the order of sums. A model that amplifies rounding errors has a tolerance of its own,
-//! measured by perturbations of the merged weights. File: every weight on disk must equal the merged f32 weight
-//! rounded once to the dtype of the file, bit for bit. The effect of rounding on the logits has no
-//! tolerance, because it is inherent to the dtype; it is measured and reported.
+//! base and adapter, up to the order of sums. A model with amplified rounding errors has another tolerance, measured by
+//! perturbations of the merged weights. File: every weight on disk must equal the merged f32 weight rounded once to the
+//! dtype of the file, bit for bit. The effect of rounding on the logits is inherent to the dtype: measured and
+//! reported, without a tolerance.
 
 use super::compare::{self, BAR, tolerance};
 use super::exact::ExactWeights;
@@ -67,8 +67,7 @@ pub struct Merged {
     pub trained: Option<f64>,
 }
 
-/// Tolerance for logits that differ only by the order of sums: [`BAR`] for up to 8 layers, then proportional
-/// to depth.
+/// Tolerance for logits apart only by the order of sums: [`BAR`] for up to 8 layers, then proportional to depth.
 fn bar(layers: usize) -> f64 {
     BAR * (layers as f64 / 8.0).max(1.0)
 }

@@ -1,4 +1,4 @@
-//! Parts of a result that only the ranks with the layers or experts know: magnitudes without effect for plain LoRA
+//! Parts of a result known only to the ranks with the layers or experts: magnitudes without effect for plain LoRA
 //! beside DoRA, and the factors subtracted from the base.
 
 use crate::train::job::Job;

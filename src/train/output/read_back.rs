@@ -1,5 +1,5 @@
-//! Loads a result from disk over the weights that layers compute with, for a comparison. Training can go on afterwards:
-//! a model's file has them rounded, and the master weights stay.
+//! Loads a result from disk over the compute weights of the layers, for a comparison. Training can go on afterwards: a
+//! model's file has them rounded, and the master weights stay.
 
 use crate::train::job::Job;
 use candle_core::{DType, Device};

@@ -1,5 +1,4 @@
-//! The result of a run: `adapter/` or `model/`, read back and compared by logits before the folder gets its
-//! final name.
+//! The result of a run: `adapter/` or `model/`, read back and compared by logits before the folder gets the final name.
 
 use super::collect;
 use super::folder::{save_adapter, write_model};

@@ -72,8 +72,8 @@ fn log_odds(a: f64) -> (f64, f64) {
 }
 
 impl PreferenceObjective {
-    /// Reads `[preference]`; `None` for tasks without preferences. The loss of a reward model is that of
-    /// Bradley-Terry: of scores in place of log-probabilities, without a reference.
+    /// Reads `[preference]`; `None` for tasks without preferences. The loss of a reward model is Bradley-Terry's: of
+    /// scores in place of log-probabilities, without a reference.
     pub fn of(r: &Recipe) -> Option<Self> {
         let p = &r.preference;
         let reward = r.task == Task::Reward;

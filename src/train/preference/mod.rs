@@ -11,9 +11,9 @@
 //! preferences  the task of a run
 //! ```
 //!
-//! In a step, the head first computes the losses of a micro-batch's targets. Their sums give one factor for each
-//! completion, the weight of its targets in the backward pass. The factors of KTO depend on all rows of the step, by
-//! an estimate from a forward pass before.
+//! In a step, the head first computes the losses of a micro-batch's targets. Their sums give one factor per completion,
+//! the weight of the targets in the backward pass. The factors of KTO depend on all rows of the step, by an estimate
+//! from a forward pass before.
 
 mod loss;
 mod preferences;

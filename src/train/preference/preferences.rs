@@ -101,7 +101,7 @@ impl Preferences {
 
     /// Estimates the divergence from the reference for KTO: the mean over `samples` of the log-ratio of the
     /// completion of the sample before, given the prompt, not below 0 (arXiv 2402.01306, equation 8). `first` is the
-    /// place of the samples among those of all steps. `None` for pairs.
+    /// index of the first sample over all steps. `None` for pairs.
     pub fn kl(
         &self,
         scorer: &Scorer<'_>,

@@ -2,7 +2,7 @@
 //!
 //! The pass takes the model as loaded, before a checkpoint replaces its weights: without adapters, or as the run
 //! starts. No second model is in memory, and a resumed run sees the same reference. Another model as reference is
-//! loaded before the one that trains, and dropped after the pass.
+//! loaded before the trained one, and dropped after the pass.
 
 use super::reference_model;
 use super::sequences::{DocumentScore, Scorer, crossed, samples_of};
@@ -39,7 +39,7 @@ fn index(part: Part) -> usize {
 }
 
 impl ReferenceScores {
-    /// Sums of a sample; 0 without a reference, NaN of a sample that the reference was not computed of.
+    /// Sums of a sample; 0 without a reference, NaN of a sample without a computed reference.
     pub fn of(&self, part: Part, sample: u32) -> [f64; 2] {
         let sums = self.samples[index(part)].get(sample as usize).map(|bits| bits.map(f64::from_bits));
         sums.unwrap_or([self.other(); 2])
@@ -98,8 +98,8 @@ impl ReferenceInputs<'_> {
         self.cached(&mut || self.compute(decoder, &gather))
     }
 
-    /// The log-probabilities under another model, which is loaded for the pass alone; `None` if the reference is the
-    /// model that trains. All ranks call it together, before they load that model.
+    /// The log-probabilities under another model, loaded for the pass alone; `None` if the reference is the trained
+    /// model. All ranks call it together, before they load the trained model.
     pub fn of_other(&self) -> ft_base::Result<Option<ReferenceScores>> {
         let Some(other) = reference_model::job(self.job)? else { return Ok(None) };
         let scores = self.cached(&mut || {
@@ -130,7 +130,7 @@ impl ReferenceInputs<'_> {
         Ok(scores)
     }
 
-    /// Sends what the first rank found in the cache to all ranks.
+    /// Sends the first rank's values from the cache to all ranks.
     fn shared(&self, found: Option<ReferenceScores>) -> ft_base::Result<Option<ReferenceScores>> {
         const AT: CollectiveId = CollectiveId::all("the log-probabilities of the reference");
         if self.comm.rank() == 0 {
@@ -227,7 +227,7 @@ impl ReferenceInputs<'_> {
         Ok(scores.iter().map(|(sum, _): &DocumentScore| sum.to_bits()).collect())
     }
 
-    /// File in the cache folder, by everything that determines the values and their rounding.
+    /// File in the cache folder, by all inputs of the values and their rounding.
     fn path(&self) -> Option<PathBuf> {
         let (job, identity) = (self.job, self.identity?);
         let folder = store::cache_folder().filter(|_| job.recipe.data.cache)?;

@@ -10,7 +10,7 @@ use ft_plan::InferenceMemory;
 use ft_recipe::{Init, Method, Recipe, Reference, Weights};
 use std::path::{Path, PathBuf};
 
-/// The recipe with another model, or an adapter over its own, in place of the model that trains. A run stands for its
+/// The recipe with another model, or an adapter over its own, in place of the trained model. A run stands for its
 /// result. `None` if `preference.reference` names no other model.
 pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
     let Reference::Other(other) = &recipe.preference.reference else { return None };
@@ -70,7 +70,7 @@ pub fn hash(other: &Job) -> ft_base::Result<String> {
     Ok(blake3::hash(format!("{model} {}", adapter.unwrap_or_default()).as_bytes()).to_hex().to_string())
 }
 
-/// Checks another model as reference: files, vocabulary, memory of the model alone. Returns its job, if
+/// Checks another model as reference: files, vocabulary, memory of the model alone. Returns the job, if
 /// `preference.reference` names one.
 ///
 /// # Errors
@@ -94,7 +94,7 @@ pub fn check(trained: &Job) -> ft_base::Result<Option<Job>> {
     if needs.fits() { Ok(Some(other)) } else { Err(needs.refusal(&[]).into()) }
 }
 
-/// Checks that a model trained before, loaded to be evaluated, can be compared with its reference.
+/// Checks that a trained model, loaded for evaluation, can be compared with the reference.
 ///
 /// # Errors
 /// [`Error::Usage`].

@@ -47,8 +47,8 @@ pub fn by_document(m: &Micro, outputs: Vec<f64>, are_scores: bool) -> Vec<Docume
 }
 
 impl Scorer<'_> {
-    /// Scores documents, in order, on all ranks. `micro` makes a micro-batch of some `items`. `each` is called after
-    /// every turn with the number of its items.
+    /// Scores documents, in order, on all ranks. `micro` makes a micro-batch of some `items`. Calls `each` after every
+    /// turn with the number of items.
     ///
     /// # Errors
     /// Unreadable rows; device errors; lost rank; [`crate::train::Error::Abandoned`].
@@ -68,7 +68,7 @@ impl Scorer<'_> {
         Ok(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)).collect())
     }
 
-    /// Words that `of` makes of each micro-batch and its losses, or outputs of a score head, in order, on all ranks.
+    /// Words made by `of` from every micro-batch and the losses, or outputs of a score head, in order, on all ranks.
     pub fn words<T>(
         &self,
         items: &[T],

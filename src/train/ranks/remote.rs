@@ -55,7 +55,7 @@ impl<'a> RemoteRanks<'a> {
         agree(self.comm, &inputs.job, &inputs.data, inputs.eval.as_deref())
     }
 
-    /// Reports the end of a run that was already finished, in place of the next message.
+    /// Reports the end of an already finished run, in place of the next message.
     pub fn end(&self) -> ft_base::Result<()> {
         self.next.get().map_or(Ok(()), |message| self.comm.barrier(message))
     }

@@ -44,7 +44,7 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
 
 /// Makes a loaded model ready for the first step of this process: computes the reference unless it is known, and loads
 /// this rank's shard of the checkpoint to resume. Begins after all ranks have called it, and returns after all are
-/// ready. `identity` is that of the run, on the first rank.
+/// ready. `identity` is the run's, on the first rank.
 ///
 /// # Errors
 /// The checkpoint does not fit; errors of the reference; lost rank.

@@ -22,7 +22,7 @@ pub fn run_first(
     let signals = Signals::catch()?.reported();
     let dir = recipe.run.output.clone();
     folder_there(&recipe)?;
-    // Held until the end, so that the state of the run folder cannot change in between.
+    // Held until the end: the state of the run folder cannot change in between.
     let _lock = RunLock::take(&dir)?;
     refuse_earlier(&recipe, options)?;
     // A run with an observer may end before its last step.

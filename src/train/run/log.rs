@@ -39,8 +39,8 @@ pub struct RunLog {
     tokens: u64,
 }
 
-/// Bytes that this rank has received from other ranks so far; and of these, within layers: keys and values, rows of
-/// experts, hidden states of other stages, tokens around cut matrices.
+/// Bytes received by this rank from other ranks so far; and of these, within layers: keys and values, rows of experts,
+/// hidden states of other stages, tokens around cut matrices.
 pub fn received(comm: &dyn Comm) -> [u64; 2] {
     let of = |axis| comm.received().along(axis);
     let within = [Axis::Context, Axis::Expert, Axis::Pipeline, Axis::Tensor];
@@ -246,7 +246,7 @@ impl RunLog {
         Ok(self.metrics.write(&event)?)
     }
 
-    /// Writes the `eval` event, and an `answer` event for each answer.
+    /// Writes the `eval` event, and one `answer` event per answer.
     pub fn evaluation(
         &mut self,
         step: u64,
@@ -387,7 +387,7 @@ fn tracked(dir: &Path, recipe: &Recipe, resumes: bool) -> Option<MlFlowRun> {
     })
 }
 
-/// Folders that relative paths of the recipe go by: the working directory, and the folder of the recipe.
+/// Base folders of the recipe's relative paths: the working directory, and the folder of the recipe.
 fn folders(recipe: &Recipe) -> Option<Value> {
     let working = std::env::current_dir().ok()?;
     let beside = working.join(&recipe.folder);

@@ -12,7 +12,7 @@ pub struct Options {
     pub overwrite: bool,
     /// Recipe keys that may differ from the checkpoint.
     pub accept_change: Vec<String>,
-    /// With `resume`: the step of the checkpoint, after which later ones are removed; `None` for the newest.
+    /// With `resume`: the step of the checkpoint; later ones are removed; `None` for the newest.
     pub step: Option<u64>,
     /// Executable to start as `ft serve` for `serve.devices`, namely `ft` itself.
     pub program: Option<PathBuf>,

@@ -24,7 +24,7 @@ const MAX_BYTES: u64 = 16 << 20;
 /// Paths with file metadata, sorted.
 type Files = Vec<(PathBuf, Stat)>;
 
-/// Inputs of a run, recorded before any of them is read.
+/// Inputs of a run, recorded before any is read.
 pub struct InputRecord {
     recipe: String,
     files: Files,
@@ -72,8 +72,8 @@ impl InputRecord {
         (entry == self.entry(run, outputs(dir)?, entry.result.clone())).then(|| dir.join(entry.result))
     }
 
-    /// Stores an entry for a finished run, provided that its inputs have not changed since the start. Best
-    /// effort: without an entry, the next `--resume` runs all checks.
+    /// Stores an entry for a finished run, unless inputs have changed since the start. Best effort: without an entry,
+    /// the next `--resume` runs all checks.
     pub fn store(&self, recipe: &Recipe, dir: &Path, result: &Path) {
         let same = Self::collect(recipe).is_some_and(|now| now.files == self.files);
         if !same || !self.files.iter().all(|(_, s)| s.settled(self.seen)) {
@@ -98,7 +98,7 @@ impl InputRecord {
     }
 }
 
-/// Files of the model and of the adapter that a recipe begins with.
+/// Files of the initial model and adapter of a recipe.
 fn model_files(recipe: &Recipe) -> Option<Files> {
     let mut files = Vec::new();
     let settings = Settings { offline: true, ..Settings::from_env() };

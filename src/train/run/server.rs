@@ -1,7 +1,7 @@
 //! `serve.devices`: runs `ft serve` as a child process during training, on devices without a rank.
 //!
 //! Failures of the server do not affect the run; start and end are reported and written to the metrics. The
-//! server exits when stdin closes, which happens at the end of the run, even after a crash.
+//! server exits when stdin closes: at the end of the run, even after a crash.
 
 use crate::train::Error;
 use crate::train::job::Job;

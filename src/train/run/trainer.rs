@@ -30,7 +30,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Number of first steps of a process in which running out of memory leads to a new plan.
+/// Number of first steps of a process to be replanned after running out of memory.
 const REPLANNED_STEPS: usize = 3;
 
 /// Trains a loaded model on the first rank.
@@ -68,7 +68,7 @@ impl<'a> Trainer<'a> {
         store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
         let resumed = run.resume.as_ref().map(|_| run.done());
         if run.options.step.is_some() {
-            // Checkpoints go before metrics, so that a crash in between leaves no checkpoint newer than the metrics.
+            // Checkpoints go before metrics: a crash in between leaves no checkpoint newer than the metrics.
             run.checkpoints.keep_to(run.done(), usize::MAX, None)?;
         }
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);
@@ -129,7 +129,7 @@ impl<'a> Trainer<'a> {
         let batches = &self.run.inputs.batches;
         self.begin()?;
         if first > 0 && batches.is_due(self.cx.job.recipe.run.eval_every, first) {
-            // Repeats what was interrupted after the checkpoint.
+            // Repeats work interrupted after the checkpoint.
             if self.log.metrics.count("eval") == 0 || self.is_other_eval {
                 self.evaluate()?;
             }
@@ -242,16 +242,16 @@ impl<'a> Trainer<'a> {
         Err(self.after_intact(e))
     }
 
-    /// Before an error that has left the weights of the last step as they are, saves a checkpoint of that step, beside
-    /// `run.keep` others: the error may have begun in the steps before. Not with several ranks, which can have failed
-    /// too, nor with updates in the backward pass.
+    /// Before an error with intact weights of the last step, saves a checkpoint of the step, in addition to `run.keep`
+    /// older ones: the error may have begun in the steps before. Not with several ranks, as any can have failed too,
+    /// nor with updates in the backward pass.
     fn after_intact(&mut self, e: ft_base::Error) -> ft_base::Error {
         let is_saved = self.done == 0 || self.saved == Some(self.done);
         let is_alone = self.cx.comm.world() == 1 && !self.cx.model.params.in_backward;
         if is_saved || !is_alone || matches!(e.of(), Some(Error::Abandoned(_))) {
             return e;
         }
-        // the error's place, before that of the saving
+        // the error's place, before the saving changes it
         let e = self.monitor.planned().explain(e);
         match self.save_keeping(self.cx.job.recipe.run.keep.saturating_add(1)) {
             Ok(()) => self.log.line(&format!(
@@ -296,8 +296,8 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Computes and logs the evaluation loss, unless there is no data or a signal arrives. Returns true for
-    /// a new best loss.
+    /// Computes and logs the evaluation loss, unless data is missing or a signal arrives. Returns true for a new best
+    /// loss.
     fn evaluation_loss(&mut self) -> ft_base::Result<bool> {
         let (run, step) = (self.run, self.done);
         let Some(data) = run.inputs.eval.as_deref() else { return Ok(false) };

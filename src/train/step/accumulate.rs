@@ -1,4 +1,4 @@
-//! Gradients of a step, accumulated over its micro-batches.
+//! Gradients of a step, accumulated over the micro-batches.
 
 use super::context::{StepInput, StepOutput, TrainContext};
 use super::gather::Gather;
@@ -101,8 +101,8 @@ impl TrainContext<'_> {
         })
     }
 
-    /// The task, if its loss is of whole documents. If they are compared or rated, with KTO's estimate from a pass over
-    /// all samples of the step.
+    /// The task, for losses of whole documents. If they are compared or rated, with KTO's estimate from a pass over all
+    /// samples of the step.
     fn step_objective(
         &self,
         input: &StepInput<'_>,
@@ -207,7 +207,7 @@ impl TrainContext<'_> {
     }
 }
 
-/// What the passes of a step need.
+/// Inputs of the passes of a step.
 #[derive(Clone, Copy)]
 pub(super) struct Passes<'a, 's> {
     pub input: &'a StepInput<'a>,

@@ -17,7 +17,7 @@ use ft_recipe::Part;
 use serde_json::{Map, Value};
 use std::cell::Cell;
 
-/// A loaded model, with all states of its training.
+/// A loaded model, with all states of training.
 pub struct TrainedModel {
     pub decoder: Decoder,
     /// Trained tensors and optimizer states.
@@ -75,7 +75,7 @@ impl<'a> TrainContext<'a> {
         Ranks::of(self.comm, &self.job.recipe.parallel)
     }
 
-    /// The task, if its loss is of whole documents, on a part of the data.
+    /// The task, for losses of whole documents, on a part of the data.
     pub fn objective(&self, part: Part) -> Option<Objective<'a>> {
         Objective::of(&self.job.recipe, self.model.preferences.as_ref(), part)
     }

@@ -9,8 +9,8 @@ use ft_kernels::optimizer;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Refuses a step if its loss or gradient norm is not finite, and names tensors and data lines. `factor` is
-/// the clipping factor of the gradients.
+/// Refuses a step with a non-finite loss or gradient norm, and names tensors and data lines. `factor` is the clipping
+/// factor of the gradients.
 ///
 /// # Errors
 /// [`Error::NonFinite`]; lost rank.

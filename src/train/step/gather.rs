@@ -1,7 +1,6 @@
-//! Gathers weights that are sharded over ranks or offloaded to the host. Weights of the next visit are
-//! gathered before the current visit begins, so that transfers overlap with computation, and are released
-//! when the next visit does not need them. All ranks make the same visits, with or without rows of their
-//! own.
+//! Gathers weights sharded over ranks or offloaded to the host. Weights of the next visit are gathered before the
+//! current visit begins, to overlap transfers with computation, and are released unless the next visit needs them. All
+//! ranks make the same visits, with or without rows of their own.
 
 use super::command::{self, Command};
 use ft_engine::model::Decoder;
@@ -15,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Gathers weights around visits. Does nothing if all weights stay on the device.
 pub struct Gather<'a> {
-    /// Whether the passes are those of the first rank alone, which then announces them.
+    /// Whether the first rank alone makes the passes, and announces them.
     leads: bool,
     outline: Outline,
     params: &'a Params,
@@ -29,7 +28,7 @@ pub struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
-    /// Creates a gatherer for passes in which all ranks take part.
+    /// Creates a gatherer for passes of all ranks.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
         let stage = Stage::of(decoder, (&params.split, params.lowest_unit()), comm);
@@ -37,9 +36,9 @@ impl<'a> Gather<'a> {
         Self { leads: false, outline, params, comm, experts, stage, here: RefCell::default() }
     }
 
-    /// Creates a gatherer for forward passes of the first rank alone, of a model whose matrices and experts no axis
-    /// divides. Announces every pass to the other ranks, so they can send their shards, and the tokens of documents to
-    /// other stages, so they can follow.
+    /// Creates a gatherer for forward passes of the first rank alone, of a model with undivided matrices and experts.
+    /// Announces every pass to the other ranks, so they can send their shards, and the tokens of documents to other
+    /// stages, so they can follow.
     pub fn leading(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let mut gather = Self::new(decoder, params, comm);
         gather.leads = true;

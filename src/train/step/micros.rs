@@ -4,7 +4,7 @@ use crate::train::objective::Objective;
 use ft_data::{Dataset, Size};
 use serde_json::{Map, Value, json};
 
-/// Micro-batches of a step, without tensors: those of a micro-batch are built when it runs.
+/// Micro-batches of a step, without tensors: a micro-batch builds them when it runs.
 pub struct MicroBatches<'a> {
     /// Rows of every micro-batch with tokens, and the numbers of tokens and targets before it.
     pub all: Vec<(&'a [usize], (usize, usize))>,

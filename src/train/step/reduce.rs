@@ -5,7 +5,7 @@
 //! earlier micro-batches, so the order of summation is the order of micro-batches, for any ZeRO stage and
 //! any number of ranks above one. With sharded gradients, a rank keeps only the sum of one shard, and the
 //! local gradients of a unit live from the visit to the reduction. On CUDA, the reduction of a unit
-//! overlaps with the next visit, and completes when that visit ends.
+//! overlaps with the next visit, and completes at the visit's end.
 
 use super::gather::Gather;
 use candle_core::{DType, Device};
@@ -30,7 +30,7 @@ pub struct Reduce<'a> {
     /// Buffers with gradients, in the order of the backward walk. Empty on a single rank of a stage, because the
     /// accumulator holds the sums.
     flats: Vec<(usize, &'a FlatParam)>,
-    /// Buffers that the first and the last stage share: summed once, at the end of the step.
+    /// Buffers shared by the first and the last stage: summed once, at the end of the step.
     ends: Vec<(usize, &'a FlatParam)>,
     /// Lowest unit reduced in the current micro-batch; at first, the number of units.
     lowest: Cell<usize>,
@@ -100,7 +100,7 @@ impl<'a> Reduce<'a> {
             .map(Some)
     }
 
-    /// Ends a step: sums the gradients of buffers that the first and the last stage share.
+    /// Ends a step: sums the gradients of buffers shared by the first and the last stage.
     pub fn end_step(&self) -> ft_base::Result<()> {
         for (number, flat) in &self.ends {
             let Some(LocalShard { values, .. }) = &flat.grads else {
@@ -124,8 +124,8 @@ impl<'a> Reduce<'a> {
     }
 
     /// Reduces the remaining units from the last one down to `unit`. On a device, the reductions of a unit overlap with
-    /// the visit of the next one and complete after it. They complete by unit, not by buffer: ranks differ in the
-    /// experts whose buffers they hold, and must agree on the order of the collectives of all.
+    /// the visit of the next one and complete after it. They complete by unit, not by buffer: ranks hold buffers of
+    /// different experts, but must agree on the order of all collectives.
     fn down_to(&self, unit: usize) -> ft_base::Result<()> {
         for unit in (unit..self.lowest.get()).rev() {
             for (number, flat) in self.flats.iter().filter(|(_, f)| f.unit == unit) {
@@ -195,7 +195,7 @@ impl<'a> Reduce<'a> {
         if values.device().is_cpu() { self.close(None) } else { Ok(()) }
     }
 
-    /// Completes the pending reductions, except those of the unit `keep`.
+    /// Completes the pending reductions, except for unit `keep`.
     fn close(&self, keep: Option<usize>) -> ft_base::Result<()> {
         while self.open.borrow().front().is_some_and(|open| Some(open.flat.unit) != keep) {
             let Some(Open { flat, arrival, part }) = self.open.borrow_mut().pop_front() else { break };

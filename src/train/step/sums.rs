@@ -6,7 +6,7 @@ use ft_engine::walk::{Load, Routing};
 use ft_kernels::loss;
 use serde::{Deserialize, Serialize};
 
-/// What the micro-batches of a rank leave, read at the end of the step.
+/// Results of a rank's micro-batches, read at the end of the step.
 #[derive(Default)]
 pub struct Collected {
     /// Losses of targets.
@@ -28,8 +28,8 @@ pub struct Sums {
     pub divergence: f64,
     /// Load-balancing loss and z-loss.
     pub router_losses: (f64, f64),
-    /// Sums of squares of this rank's shard of the gradients, by the number of the flat buffer where stages have
-    /// different ones.
+    /// Sums of squares of this rank's shard of the gradients, by the number of the flat buffer if stages have different
+    /// ones.
     pub squares: Vec<(usize, f64)>,
     /// True for the trained tensors with a gradient.
     pub reached: Vec<bool>,
@@ -50,7 +50,7 @@ struct Words {
 }
 
 impl Sums {
-    /// Adds the expert load of a micro-batch, and its router losses with factor `share`, if used.
+    /// Adds the expert load of a micro-batch, and the router losses with factor `share`, if used.
     pub fn add_routing(&mut self, routing: &Routing, share: Option<f64>) -> ft_base::Result<()> {
         let decided = routing.read()?;
         self.load.add(&decided);
@@ -61,8 +61,8 @@ impl Sums {
         Ok(())
     }
 
-    /// Sums over all ranks, in rank order; squares by buffer over the stages, then over the ranks of a stage, so that
-    /// the number of stages changes no bit.
+    /// Sums over all ranks, in rank order; squares by buffer over the stages, then over the ranks of a stage: the
+    /// number of stages changes no bit.
     pub fn over_ranks(&self, comm: &dyn Comm, stages: usize) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
         let words = Words {

@@ -56,7 +56,7 @@ impl<'a> Ranks<'a> {
         self.mesh.coordinates(self.comm.rank()).data
     }
 
-    /// Ranks with tokens of the same rows, if there are several.
+    /// Ranks with tokens of the same rows, if several.
     pub fn row_groups(&self) -> Option<RowGroups<'a>> {
         let group = |axis| Group::new(self.comm, &self.mesh, axis);
         let (context, tensor) = (self.mesh.context > 1, self.mesh.tensor > 1);
@@ -76,8 +76,8 @@ impl<'a> Ranks<'a> {
         (place.data, place.context, place.tensor) == (0, 0, 0)
     }
 
-    /// Whether this rank reports the losses of its micro-batch. Of the ranks that share one, this is the first of the
-    /// last stage, which has the head.
+    /// Whether this rank reports the losses of its micro-batch. Of the ranks with the same one, only the first of the
+    /// last stage (with the head) does.
     pub fn reports_loss(&self) -> bool {
         let place = self.mesh.coordinates(self.comm.rank());
         (place.pipeline + 1, place.context, place.tensor) == (self.mesh.pipeline, 0, 0)
@@ -86,7 +86,7 @@ impl<'a> Ranks<'a> {
 
 /// Ranks with tokens of the same rows.
 pub struct RowGroups<'a> {
-    /// All of them, in order: by segment, then by part of it.
+    /// All of them, in order: by segment, then by part.
     all: Group<'a>,
     /// Ranks with other segments, if ranks split the rows.
     context: Option<Group<'a>>,
@@ -94,8 +94,8 @@ pub struct RowGroups<'a> {
     tensor: Option<Group<'a>>,
 }
 
-/// A micro-batch on one rank: the whole, or the tokens of the rank. Ranks of a context group have segments of it; those
-/// of a tensor group have parts of the same segments.
+/// A micro-batch on one rank: the whole, or the tokens of the rank. Ranks of a context group have different segments,
+/// ranks of a tensor group parts of the same segments.
 pub struct LocalMicroBatch<'a> {
     pub whole: Micro,
     part: Option<Part<'a>>,
@@ -103,7 +103,7 @@ pub struct LocalMicroBatch<'a> {
 
 /// Tokens of one of several ranks.
 struct Part<'a> {
-    /// Tokens and targets of this rank. If its tensor group has tokens and this rank has none, it computes one row
+    /// Tokens and targets of this rank. Without tokens in a tensor group with tokens, this rank computes one row
     /// without targets, to take part in the collectives.
     own: Segments,
     is_idle: bool,
@@ -184,7 +184,7 @@ impl<'a> Part<'a> {
 }
 
 impl<'a> LocalMicroBatch<'a> {
-    /// Divides a micro-batch over the ranks with tokens of the same rows, if there are several.
+    /// Divides a micro-batch over the ranks with tokens of the same rows, if several.
     pub fn new(whole: Micro, ranks: Option<&'a RowGroups<'_>>) -> Self {
         let part = ranks.map(|ranks| Part::new(&whole, ranks));
         Self { whole, part }
@@ -195,14 +195,14 @@ impl<'a> LocalMicroBatch<'a> {
         self.part.as_ref().map_or(&self.whole, |part| &part.own.micro)
     }
 
-    /// Numbers of tokens of this rank, and of those that ranks with the same segments have together.
+    /// Numbers of tokens of this rank, and of all ranks with the same segments.
     pub fn rows(&self) -> Rows {
         let own = self.micro().ids.len();
         let attended = self.part.as_ref().and_then(|part| part.tensor.map(|_| part.attended(&self.whole)));
         Rows { own, attended: attended.unwrap_or(own) }
     }
 
-    /// Whether this rank has no tokens, and no row that counts nowhere either.
+    /// Whether this rank has no tokens, not even an idle row.
     pub fn is_empty(&self) -> bool {
         self.micro().ids.is_empty()
     }

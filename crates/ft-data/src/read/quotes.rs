@@ -62,8 +62,7 @@ pub(super) fn given_separator(first: &[u8]) -> Option<u8> {
     }
 }
 
-/// The separator of a table: of those in the first line the most frequent one outside of quotes, and `usual` if
-/// there is none.
+/// The separator of a table: the most frequent one outside of quotes in the first line, and `usual` if there is none.
 pub(super) fn separator(first: &[u8], usual: u8) -> u8 {
     let mut quoted = false;
     let outside: Vec<u8> = first

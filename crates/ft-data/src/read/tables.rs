@@ -21,8 +21,8 @@ const LONGEST_NAMES: u64 = 1 << 20;
 const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: encoding = \"windows-1252\", beside \
                         source";
 
-/// The error of a cell whose closing quote is missing: at the end of the file or of the longest row, or where
-/// text follows the quote that closed it.
+/// The error of a cell without a closing quote: at the end of the file or of the longest row, or with text after the
+/// closing quote.
 fn unclosed(progress: &Progress, path: &Path) -> Option<Error> {
     let quotes = progress.quotes.get();
     let open = quotes.is_open() && (progress.at_end.get() || progress.left.get() == 0);

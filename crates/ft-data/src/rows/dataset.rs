@@ -316,7 +316,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Refuses a source that loses more than `data.drop_share` of its rows.
+    /// Refuses a source with more than `data.drop_share` of the rows lost.
     fn check_drops(&self, found: &SourceStats, source: &ft_recipe::Source) -> Result<(), Error> {
         let (drops, rows, most) = (found.drops, found.rows_read, self.data.drop_share);
         let lost = drops.total() as f64 > most * rows as f64;

@@ -47,7 +47,7 @@ impl Epoch {
         let mut mix = Mixture::default();
         let held_out = part == Part::Eval && data.eval_share > 0.0;
         for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
-            // the weight of a training source is not that of its held-out samples
+            // the weight of a training source does not apply to held-out samples
             let weight = if held_out { 1.0 } else { source.weight };
             mix.push(range.clone(), (source, weight), mix::stream(seed, i), storage)?;
         }

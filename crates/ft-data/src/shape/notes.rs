@@ -11,7 +11,7 @@ use std::borrow::Cow;
 pub(crate) enum Note {
     /// A row key not read by the format.
     RowKey { key: String, format: Cow<'static, str> },
-    /// A text that programs write for a missing value, in a key that is read.
+    /// A text written by programs for a missing value, in a key that is read.
     Missing { key: String, text: String },
     /// A message key not rendered by the chat template.
     MessageKey(String),

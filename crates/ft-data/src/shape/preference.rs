@@ -1,6 +1,6 @@
 //! Rows of the formats `preference`, `unpaired` and `labeled`.
 //!
-//! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with. In form
+//! A row has token ids, texts, or messages. A missing prompt is the common beginning of chosen and rejected. In form
 //! "chat" texts are messages too: the prompt a user's, the completions an assistant's.
 
 use super::example::IGNORE_INDEX;
@@ -335,8 +335,8 @@ impl Schema {
     }
 }
 
-/// The prompt of two texts without one: up to the last answer that begins in both, else all that is common. As in TRL,
-/// each text keeps a character, and a space before the difference.
+/// The prompt of two texts without one: up to the last common start of an answer, else all common text. As in TRL, each
+/// text keeps a character, and a space before the difference.
 fn common<'a>(a: &'a str, b: &str) -> &'a str {
     let same: usize = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
     let differ = same < a.len().min(b.len());

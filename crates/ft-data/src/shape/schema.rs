@@ -23,7 +23,7 @@ pub(crate) struct Schema {
 /// The encoding that a source names.
 fn encoding(source: &ft_recipe::Source) -> Result<Option<&'static Encoding>, Error> {
     let Some(name) = &source.encoding else { return Ok(None) };
-    // names of Python's that the list lacks
+    // names of Python's missing from the list
     let label = match name.to_ascii_lowercase().as_str() {
         "latin-1" => "latin1",
         "utf-8-sig" | "utf8-sig" => "utf-8",

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Renders a conversation. With `supervise`, also returns the byte ranges written by the assistant,
 /// including the end-of-turn tokens. Tolerated differences between text and conversation are added to `notes`.
-/// `variables` are those of the model, without and with those of the recipe; `stops` its end-of-sequence tokens.
+/// `variables` are the model's, without and with the recipe's; `stops` are the end-of-sequence tokens.
 ///
 /// # Errors
 /// An error raised by the template, content missing from the text, or turns that cannot be told apart or are too many.

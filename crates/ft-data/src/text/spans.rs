@@ -197,7 +197,7 @@ impl Marked {
                 let at = |position: &MarkPosition| of(Some(i)).find(|(id, s)| *s == position && fits(*id));
                 positions.iter().find_map(at)
             };
-            // a string that the text repeats (the name of a call, in its result) may stand in another message
+            // a string repeated by the text (the name of a call, in its result) may stand in another message
             let (id, position) = there(1).or_else(|| there(usize::MAX))?;
             Some((id, rest(message, position)))
         };

@@ -43,7 +43,7 @@ pub struct Stats {
     pub not_read: Vec<String>,
     /// Text lost or changed in used rows, and unread keys of used rows.
     pub notes: Notes,
-    /// Identities of the teachers whose values used rows have, as JSON.
+    /// Identities of the teachers with values in used rows, as JSON.
     pub teachers: BTreeSet<String>,
 }
 

@@ -231,8 +231,8 @@ impl Encoder<'_> {
         Ok((tokenizer, tokenizer.text_end().ok_or_else(no_end)?))
     }
 
-    /// A text that begins with a prompt. The completion begins at the first token that the prompt alone does not have
-    /// there, as in TRL, and ends with the end-of-sequence token, appended unless the text has it.
+    /// A text that begins with a prompt. The completion begins at the first token unlike the prompt's own, as in TRL,
+    /// and ends with the end-of-sequence token, appended unless the text has it.
     fn completion(&self, prompt: &str, text: &str, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let (tokenizer, eos) = self.with_end()?;
         let start = tokenizer.text_start();

@@ -22,7 +22,7 @@ pub(super) struct ModelFiles {
     /// Special tokens by name (`eos_token` etc.), as template variables.
     pub specials: BTreeMap<String, Jinja>,
     pub template: Option<TemplateSource>,
-    /// End-of-sequence ids of the model, in order, without those outside its vocabulary.
+    /// End-of-sequence ids of the model, in order, within the vocabulary.
     pub eos: Vec<u32>,
 }
 

@@ -155,7 +155,7 @@ impl PromptConfig {
     }
 }
 
-/// The chat template of an adapter, unless it is that of `base`, the folder of a model.
+/// The chat template of an adapter, unless the same as in `base`, the folder of a model.
 ///
 /// # Errors
 /// Existing files that are invalid.
@@ -164,7 +164,7 @@ pub fn adapter_template(adapter: &Path, base: &Path) -> Result<Option<TemplateSo
     if is_there(CHAT_TEMPLATE) {
         return template_of(adapter);
     }
-    // ft writes no other template than that; the files of the tokenizer beside its adapters are the base's
+    // ft writes no other template; the tokenizer files beside adapters of ft are the base's
     if is_there(FILE) {
         return Ok(None);
     }

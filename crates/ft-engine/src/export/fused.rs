@@ -177,7 +177,7 @@ impl<'a> Export<'a> {
         Ok((tensors, self.fused_config(&rest, &ranks, &parameters)))
     }
 
-    /// Adds tensors that trained in full, and rows of tokens; a tied table under both of its names, as PEFT.
+    /// Adds tensors trained in full, and rows of tokens; a tied table under both names, as PEFT.
     fn whole(&self, tensors: &mut Vec<(String, Tensor)>) {
         let (head, embedding) =
             (self.selection.name_of(Group::Head), self.selection.name_of(Group::Embedding));

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-/// Values of MXFP4 that share a scale.
+/// Number of values of MXFP4 per scale.
 pub const MXFP4_BLOCK: usize = 32;
 
 /// Magnitudes of the codes of MXFP4; bit 3 is the sign.

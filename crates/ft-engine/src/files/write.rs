@@ -302,7 +302,7 @@ impl SharedFile {
     }
 
     /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order. They are on the disk
-    /// then: of several machines with one file, each learns of the errors of its own writes alone.
+    /// then: several machines with one file learn only of errors of their own writes.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, elements out of range, or another

@@ -44,7 +44,7 @@ pub struct Base {
     /// read from the original, so the copy does not depend on the selection of trained modules.
     copy: Option<Arc<TensorFiles>>,
     nf4: bool,
-    /// Seed of random weights, and of a score head that the checkpoint lacks.
+    /// Seed of random weights, and of a score head absent from the checkpoint.
     seed: u64,
     initials: Option<Arc<Initials>>,
 }
@@ -72,12 +72,12 @@ impl Base {
         Self { config, files: None, copy: None, nf4: false, seed, initials: None }
     }
 
-    /// Seed of random weights, and of a score head that the checkpoint lacks; 0 by default for files.
+    /// Seed of random weights, and of a score head absent from the checkpoint; 0 by default for files.
     pub fn seeded(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
 
-    /// Whether a module is a score head or a constant that the checkpoint lacks.
+    /// Whether a module is a score head or a constant absent from the checkpoint.
     pub fn lacks(&self, m: &Module) -> bool {
         (m.is_score() || m.is_constant())
             && self.files().is_some_and(|files| files.info(&m.weight_name()).is_none())
@@ -300,7 +300,7 @@ impl Base {
         }
     }
 
-    /// Dtype of a module's frozen weight in a model that computes in `compute` on `device`.
+    /// Dtype of a module's frozen weight in a model computing in `compute` on `device`.
     pub fn frozen_dtype(&self, m: &Module, compute: DType, device: &Device) -> DType {
         if m.is_bare() {
             return DType::F32;
@@ -339,7 +339,7 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
     }
 }
 
-/// Random values that a thread draws at a time.
+/// Random values drawn by a thread at a time.
 const DRAWN: usize = 4096;
 
 /// Bounds of the decay rates of linear attention in transformers.

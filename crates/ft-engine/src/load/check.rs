@@ -78,7 +78,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     })
 }
 
-/// Checks that a checkpoint of bitsandbytes by its config has 4-bit tensors.
+/// Checks a checkpoint of bitsandbytes, by the config, for 4-bit tensors.
 ///
 /// # Errors
 /// It has none.

@@ -1,4 +1,4 @@
-//! Experts whose linears are one tensor in checkpoints, without `.weight`: `gate_up_proj` `[e, 2f, d]` and
+//! Experts with linears fused into one tensor in checkpoints, without `.weight`: `gate_up_proj` `[e, 2f, d]` and
 //! `down_proj` `[e, d, f]`, or their transposes, and their biases; in MXFP4, blocks and scales instead.
 
 use crate::files::{Entry, TensorFiles};
@@ -23,7 +23,7 @@ pub(super) struct Fused {
     pub transposed: bool,
 }
 
-/// All fused tensors of a model whose experts have gate and up in one matrix.
+/// All fused tensors of a model with gate and up of an expert in one matrix.
 pub(super) fn tensors(config: &Config) -> Vec<Fused> {
     let Some((moe, family)) = config.moe.as_ref().zip(config.family.experts.as_ref()) else {
         return Vec::new();
@@ -67,7 +67,7 @@ pub(super) fn open(config: &Config, files: &mut TensorFiles) -> Result<(), store
             if config.format == WeightFormat::Mxfp4AsValues {
                 for part in &fused.parts {
                     let [codes, scales] = MXFP4_PARTS.map(|last| format!("{part}.{last}"));
-                    // Tensors that do not fit keep their names, which the check reports.
+                    // Unfit tensors keep their names; the check reports them.
                     files.decode(part, [&codes, &scales]);
                 }
             }

@@ -3,7 +3,7 @@
 //! transformers 5 can write `mlp.experts.gate_up_proj` `[e, 2f, d]` (per expert: gate rows, then up rows),
 //! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
 //! names. [`open`] presents both layouts alike: one tensor per module, under the module's name. [`write()`] writes a
-//! model in the layout that it was read in.
+//! model in the layout of its source.
 
 use super::fused;
 use crate::files::{Entry, SplitTensor, TensorFiles, write_folder};
@@ -23,7 +23,7 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
         let scales: Vec<String> =
             files.names().filter(|n| n.ends_with(SCALE) && !config.passes(n)).map(String::from).collect();
         for scale in scales {
-            // One that does not fit stays a tensor, which the check finds unexpected.
+            // An unfit scale stays a tensor, reported as unexpected by the check.
             files.scale(scale.trim_end_matches(SCALE), &scale, block);
         }
     }
@@ -63,9 +63,8 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     Ok(files)
 }
 
-/// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: split
-/// tensors are joined again, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
-/// family has them.
+/// Writes a model folder as [`write_folder`] does, in the layout of `files`, the model's source: split tensors are
+/// joined again, and tensors of parts not computed by `ft` follow unchanged. Experts are fused as the family has them.
 pub fn write(
     (model, files): (&Config, Option<&TensorFiles>),
     (source, out): (&Path, &Path),
@@ -103,8 +102,7 @@ pub fn write(
     })
 }
 
-/// Split tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4
-/// bits.
+/// Split tensors to be joined again, with their dtypes; none if a part has another form, such as 4 bits.
 fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a SplitTensor, DType)> {
     let dtypes: HashMap<&str, DType> =
         entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();

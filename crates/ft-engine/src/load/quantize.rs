@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// File in a `model.cache` folder that identifies the source of the copy.
+/// File in a `model.cache` folder to identify the source of the copy.
 pub const CACHE_MARKER: &str = "ft-cache.json";
 
 /// Result of a quantization.
@@ -49,7 +49,7 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
     std::iter::once(m.weight_name()).chain(m.bias().map(|_| m.bias_name()))
 }
 
-/// Quantizes a checkpoint into a folder that exists.
+/// Quantizes a checkpoint into an existing folder.
 pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
     if config.holds_4bit() {
         return Err(Error::Already { dir: source.display().to_string() }.into());

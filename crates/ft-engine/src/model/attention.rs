@@ -30,7 +30,7 @@ pub struct Attention {
     pub stack: Option<Stack>,
     /// RMSNorm of queries and keys, if the family has them.
     pub qk_norm: Option<QkNorm>,
-    /// A logit a query head `[h]` that takes part in the softmax without a key, if the family has them.
+    /// Logits of query heads `[h]` in the softmax, without keys, if the family has them.
     pub sinks: Option<Parameter>,
     pub heads: usize,
     pub kv_heads: usize,
@@ -52,7 +52,7 @@ pub struct Attention {
     pub v_norm: Option<Norm>,
     /// Number of the layer.
     pub layer: usize,
-    /// The earlier layer whose keys and values this one uses.
+    /// The earlier layer with the keys and values of this one.
     pub producer: Option<usize>,
     /// Whether later layers use the keys and values of this one.
     pub lends: bool,
@@ -78,7 +78,7 @@ pub struct Saved {
     v_before: Option<Tensor>,
     /// Queries and keys as attention uses them: normalized and rotated.
     rotated: Option<[Tensor; 2]>,
-    /// Values; `None` if recomputed from those before the norm.
+    /// Values; `None` if recomputed from `v_before`.
     v: Option<Tensor>,
     out: Outputs,
     /// Gate `[t, h c]`.
@@ -125,7 +125,7 @@ fn neighbors_apart(x: &Tensor, tables: &Tables, back: bool) -> Result<Tensor> {
 }
 
 impl Attention {
-    /// Query, key, value and output projections, of those that the layer has.
+    /// Query, key, value and output projections present in the layer.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         self.inner().chain([&self.o])
     }
@@ -194,7 +194,7 @@ impl Attention {
         Some(rope::Norms { q: q.scale(), k: k.as_ref().unwrap_or(q).scale() })
     }
 
-    /// Norms computed on their own, with the shapes that they see.
+    /// Norms computed on their own, not with the rotation.
     fn apart(&self) -> Option<&QkNorm> {
         self.qk_norm.as_ref().filter(|n| n.whole || self.rope.is_none())
     }
@@ -447,7 +447,7 @@ impl Attention {
         self.input_back([&qs, &ks, &vs], dq, d_keys, stack, (ctx, accum))
     }
 
-    /// Gradient of the input from those of queries, keys and values.
+    /// Gradient of the input from gradients of queries, keys and values.
     fn input_back(
         &self,
         [qs, ks, vs]: [&linear::Saved; 3],

@@ -60,7 +60,7 @@ pub trait Weights {
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         vec![1; experts.len()]
     }
-    /// The experts of a layer that are here, if ranks split them, with this rank's part; `None` for all.
+    /// This rank's experts of a layer, if split over ranks, with the rank's part; `None` for all.
     fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, LocalExperts)> {
         None
     }
@@ -80,7 +80,7 @@ pub trait Weights {
 #[derive(Clone, Debug)]
 pub struct Decoder {
     pub config: Config,
-    /// Units with weights; those of other units have a shape only.
+    /// Units with weights; other units have shapes only.
     pub units: Units,
     pub embedding: Embedding,
     /// Decoder layers, from the bottom.
@@ -102,7 +102,7 @@ impl Decoder {
     }
 
     /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.
-    /// Used to compare models that need not fit in memory.
+    /// Used to compare models, even ones larger than memory.
     pub fn logits_by_layer(
         config: &Config,
         weights: &mut dyn Weights,
@@ -335,7 +335,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Builds the mixture of layer `l` with the experts that are here, one for each run of identical ones.
+    /// Builds the mixture of layer `l` with this rank's experts, one for each run of identical ones.
     fn mixture(&mut self, l: usize, router: Linear, all: &[MlpTree]) -> ft_base::Result<Mixture> {
         let Some(moe) = &self.config.moe else {
             let why = format!("layer {l} has experts and its config none");

@@ -112,7 +112,7 @@ impl DeltaNet {
         Ok((projected, saved))
     }
 
-    /// Gradient of the input, from those of the projections' outputs.
+    /// Gradient of the input, from gradients of the projections' outputs.
     fn project_back(
         &self,
         saved: &[linear::Saved],

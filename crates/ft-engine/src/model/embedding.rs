@@ -102,7 +102,7 @@ impl Embedding {
     }
 }
 
-/// `x` times a factor that is rounded to the compute dtype.
+/// `x` times a factor rounded to the compute dtype.
 pub(super) fn scaled(x: Tensor, scale: f64, dtype: DType) -> Result<Tensor> {
     let scale = match dtype {
         DType::BF16 => half::bf16::from_f64(scale).to_f64(),

@@ -107,7 +107,7 @@ impl Head {
     }
 
     /// Forward and backward pass for the batch's targets, weighted as in the batch. An objective replaces
-    /// these weights; it costs a forward pass of its own, because logits are not kept.
+    /// these weights; this costs a separate forward pass, because logits are not kept.
     pub fn train(
         &self,
         x: &Tensor,

@@ -65,12 +65,12 @@ impl FeedForward {
         }
     }
 
-    /// Ranks that cut the matrices, if they do. A mixture computes on the rank's own tokens.
+    /// Tensor-parallel ranks, if any. A mixture computes on the rank's own tokens.
     fn sequence_parallel<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c SequenceParallel<'a>> {
         ctx.sequence_parallel.as_deref().filter(|_| matches!(self, FeedForward::Dense(_)))
     }
 
-    /// Context of the tokens that this part computes on.
+    /// Context of this part's tokens.
     fn context<'c, 'a>(&self, ctx: &'c Context<'a>) -> &'c Context<'a> {
         self.sequence_parallel(ctx).map_or(ctx, SequenceParallel::whole)
     }
@@ -184,12 +184,11 @@ pub enum Level {
     /// Saves everything, recomputes nothing.
     #[default]
     None,
-    /// Recomputes everything that takes no matrix product: norms, rotated queries and keys, gathered expert
-    /// inputs.
+    /// Recomputes everything without matrix products: norms, rotated queries and keys, gathered expert inputs.
     Norms,
     /// Recomputes the feed-forward part too; saves the output of attention.
     FeedForward,
-    /// Recomputes the whole layer from its input and the routing decisions.
+    /// Recomputes the whole layer from the input and the routing decisions.
     Full,
 }
 
@@ -198,13 +197,13 @@ impl Level {
     pub const ALL: [Level; 4] = [Level::None, Level::Norms, Level::FeedForward, Level::Full];
 }
 
-/// Saved activations of a layer, besides its input; reduced by [`Saved::keep`].
+/// Saved activations of a layer, besides the input; reduced by [`Saved::keep`].
 #[derive(Debug)]
 pub struct Saved {
     /// `None` if attention is recomputed.
     attn: Option<Attended>,
     mlp: FeedForwardSaved,
-    /// Output of the feed-forward part `[t, d]`, if it is normalized; `None` if recomputed.
+    /// Output of the feed-forward part `[t, d]`, if normalized; `None` if recomputed.
     mlp_out: Option<Tensor>,
     /// `None` if recomputed, or without per-layer inputs.
     per_layer: Option<Box<per_layer::Saved>>,
@@ -215,7 +214,7 @@ pub struct Saved {
 struct Attended {
     /// Residual stream after attention `[t, d]`; `None` if computed again from `out`.
     mid: Option<Tensor>,
-    /// Output of attention `[t, d]`, if it is normalized.
+    /// Output of attention `[t, d]`, if normalized.
     out: Option<Tensor>,
     saved: mixer::Saved,
 }
@@ -230,7 +229,7 @@ enum FeedForwardSaved {
 }
 
 impl Saved {
-    /// Drops the activations that are recomputed at `level`. Routing decisions are always retained.
+    /// Drops the activations recomputed at `level`. Routing decisions are always retained.
     pub fn keep(mut self, level: Level) -> Self {
         if level >= Level::Full {
             self.attn = None;
@@ -416,14 +415,14 @@ impl Layer {
         }
     }
 
-    /// The input of the mixer, of all tokens that it sees.
+    /// The input of the mixer, with the tokens of all tensor-parallel ranks.
     fn mixer_input(&self, x: &Tensor, ctx: &Context) -> Result<Padded> {
         let normed = self.input(&self.attn_norm, x, ctx.room(self.attn.fused_rank(x)))?;
         gathered(normed, ctx.sequence_parallel.as_deref(), |all| self.attn.fused_rank(all))
     }
 
     /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved activations
-    /// with attention's output, if that is normalized.
+    /// with attention's output, if normalized.
     fn attend(
         &self,
         x: &Tensor,
@@ -556,7 +555,7 @@ impl Layer {
     }
 }
 
-/// Rows of all tokens that a half sees, from those of this rank's; with `room` spare columns if gathered.
+/// Rows of all tokens of a half, from this rank's rows; with `room` spare columns if gathered.
 fn gathered(
     own: Padded,
     sequence_parallel: Option<&SequenceParallel<'_>>,
@@ -590,7 +589,7 @@ fn post_back(
     }
 }
 
-/// Gradient of a half's input `x`: through its norm, if it has one, and the residual stream's `dy`.
+/// Gradient of a half's input `x`: through the norm, if any, and the residual stream's `dy`.
 fn add_back(
     norm: &Option<Norm>,
     x: &Tensor,

@@ -1,4 +1,4 @@
-//! The part of a layer that mixes tokens: attention, or the delta rule.
+//! The token-mixing part of a layer: attention, or the delta rule.
 
 use super::attention::{self, Attention};
 use super::delta::{self, DeltaNet};
@@ -25,7 +25,7 @@ pub enum Saved {
     Delta(Box<delta::Saved>),
 }
 
-/// What a layer remembers of earlier tokens, in generation.
+/// A layer's state of earlier tokens, in generation.
 #[derive(Debug)]
 pub enum Cache {
     /// Keys and values of every token.

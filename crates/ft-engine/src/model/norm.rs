@@ -17,7 +17,7 @@ pub struct Norm {
     pub slot: Option<Slot>,
     /// Epsilon, added to the mean square.
     pub eps: f64,
-    /// Added to the weight: 1 in families that store `w - 1`, else 0.
+    /// Added to the weight: 1 in families storing `w - 1`, else 0.
     pub plus: f64,
 }
 
@@ -78,7 +78,7 @@ impl Norm {
         upcast(&self.weight)?.affine(1.0, self.plus)
     }
 
-    /// As [`Norm::forward`], of rows `[t, d]` of which other ranks have the other columns. Collective.
+    /// As [`Norm::forward`], of rows `[t, d]` with columns split over ranks. Collective.
     pub fn forward_over(&self, x: &Tensor, columns: Columns<'_>) -> Result<Tensor> {
         let wide = upcast(x)?;
         let squares = columns.sum(&wide.sqr()?.sum_keepdim(1)?)?;
@@ -86,7 +86,7 @@ impl Norm {
         wide.broadcast_mul(&r)?.broadcast_mul(&self.wide_weight()?)?.to_dtype(x.dtype())
     }
 
-    /// As [`Norm::backward`], of rows `[t, d]` of which other ranks have the other columns. Collective.
+    /// As [`Norm::backward`], of rows `[t, d]` with columns split over ranks. Collective.
     pub fn backward_over(
         &self,
         x: &Tensor,

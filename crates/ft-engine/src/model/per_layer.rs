@@ -27,7 +27,7 @@ pub struct PerLayer {
 #[derive(Debug)]
 pub struct Saved {
     gate_linear: linear::Saved,
-    /// Without the input, which `backward` computes again.
+    /// Without the input; `backward` computes it again.
     projection_linear: linear::Saved,
     /// Output of the gate `[t, p]`.
     gate: Tensor,

@@ -1,4 +1,4 @@
-//! Units of the walk that a rank holds.
+//! Units of the walk on a rank.
 
 use super::config::Config;
 use super::config::modules::{Kind, modules};
@@ -16,7 +16,7 @@ pub struct Units {
 }
 
 impl Units {
-    /// All units of a model with so many layers.
+    /// All units of a model of `layers` layers.
     pub fn all(layers: usize) -> Self {
         Self { first: 0, end: layers + 2, layers }
     }
@@ -42,9 +42,9 @@ impl Units {
     }
 }
 
-/// Cuts a model into `stages` of consecutive units: `given` layers each, or without, so that the stage with the most
-/// work has the least. Work is counted in values of active matrices; the last stage has the head's. `None` if that is
-/// not possible.
+/// Cuts a model into `stages` of consecutive units, with `given` layers, or if empty, with the least possible work in
+/// the largest stage. Work is counted in values of active matrices; the last stage has the head's. `None` if
+/// impossible.
 pub fn partition(config: &Config, stages: usize, given: &[usize]) -> Option<Vec<Units>> {
     let layers = config.layers;
     if stages == 1 && given.is_empty() {
@@ -68,7 +68,7 @@ pub fn partition(config: &Config, stages: usize, given: &[usize]) -> Option<Vec<
     Some(counts.into_iter().enumerate().map(unit).collect())
 }
 
-/// Values of the matrices that a token meets in each layer, and of the head, which is added to the last layer.
+/// Values of the matrices active for a token, by layer; the last layer includes the head.
 fn work(config: &Config) -> Vec<u64> {
     let mut work = vec![0; config.layers];
     for m in modules(config).iter().filter(|m| matches!(m.kind, Kind::Linear { .. })) {
@@ -88,7 +88,7 @@ fn even(work: &[u64], stages: usize) -> Option<Vec<usize>> {
     if stages == 0 || stages > work.len() {
         return None;
     }
-    // best[s][n]: the least largest sum of s + 1 stages over the first n layers, and the layers of the last of them
+    // best[s][n]: the least largest sum of s + 1 stages over the first n layers, and the layers of the last stage
     let sum = |r: Range<usize>| work[r].iter().sum::<u64>();
     let mut best = vec![(0..=work.len()).map(|n| (sum(0..n), n)).collect::<Vec<_>>()];
     for s in 1..stages {

@@ -23,8 +23,7 @@ pub fn squares_by_flat(params: &Params) -> Result<Vec<(usize, f64)>> {
     flats.filter_map(of).collect()
 }
 
-/// Factor that scales a gradient norm down to `clip` (0: no clipping), as in
-/// `torch.nn.utils.clip_grad_norm_`.
+/// Factor to scale a gradient norm down to `clip` (0: no clipping), as in `torch.nn.utils.clip_grad_norm_`.
 pub fn clip_factor(norm: f64, clip: f64) -> f64 {
     if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
 }

@@ -106,8 +106,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Updates one buffer like [`Optimizer::step`], with gradients from `grads`, which must cover the range
-    /// that this rank updates.
+    /// Updates one buffer like [`Optimizer::step`], with gradients from `grads` for at least this rank's range.
     pub fn step_flat(
         &self,
         params: &Params,
@@ -193,7 +192,7 @@ pub struct UpdateArgs<'a> {
     pub grad_scale: f64,
 }
 
-/// All-gathers the updated weights of a buffer, if each rank updates a shard.
+/// All-gathers the updated weights of a buffer, if ranks update shards.
 fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()> {
     let Some(Some(flat)) = params.flats.get(number) else { return Ok(()) };
     let shard = flat.shard;
@@ -204,7 +203,7 @@ fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()
         (ranks::CollectiveId::unit("the gathering of updated weights", flat.unit), shard.parts(flat.len));
     let group = params.split.group(comm, flat.kind);
     for all in flat.shared() {
-        // a copy, because a peer may not read a buffer that is being written
+        // a copy, because a peer may not read a buffer being written
         let mine = all.narrow(0, flat.part.start, flat.part.len())?;
         group.all_gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
     }

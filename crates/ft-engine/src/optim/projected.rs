@@ -1,7 +1,7 @@
 //! GaLore update of a matrix, equivalent to the authors' `galore_torch`: AdamW on the projected gradient; the
 //! update is projected back and scaled. The projection is recomputed every `gap` updates. Moments persist
-//! across projections, so the sign of each singular vector, which the SVD leaves open, matters: the entry of
-//! largest magnitude is positive.
+//! across projections, so the signs of singular vectors, left open by the SVD, matter: the entry of largest magnitude
+//! is positive.
 
 use crate::params::buffers::LocalShard;
 use crate::params::buffers::moments::MomentsView;
@@ -23,7 +23,7 @@ pub(super) struct GaLore {
 }
 
 impl GaLore {
-    /// Updates one matrix; `k` holds its learning rate and weight decay.
+    /// Updates one matrix; `k` holds learning rate and weight decay.
     pub fn step(
         &self,
         params: &Params,

@@ -1,4 +1,4 @@
-//! Buffers of trained tensors: those of one unit of the walk, of which the same ranks hold copies.
+//! Buffers of trained tensors: those of one unit of the walk with copies on the same ranks.
 
 use super::buffers::allocate::Allocate;
 use super::buffers::layout::FlatLayout;
@@ -35,7 +35,7 @@ pub struct FlatParam {
     /// Index among all buffers, and seed of stochastic rounding for elements without master weights.
     number: usize,
     seed: u64,
-    /// f32 copy for layers that use master weights directly, if sharded or offloaded.
+    /// f32 copy for layers using master weights directly, if sharded or offloaded.
     pub wide: Option<Buffer>,
     /// Whether every rank holds all master weights of this unit.
     pub replicated: bool,
@@ -140,8 +140,7 @@ impl FlatParam {
         Draws::new(self.seed, t, self.number, start)
     }
 
-    /// Authoritative values of a range: f32 master weights, or compute weights if there are no master
-    /// weights.
+    /// Authoritative values of a range: f32 master weights, or else compute weights.
     ///
     /// # Errors
     /// A range not fully held by this rank.
@@ -166,8 +165,8 @@ impl FlatParam {
         to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
     }
 
-    /// Calls `change` with the compute weights of a range on `device`: those held, or a copy that is written back if
-    /// they are on another device.
+    /// Calls `change` with the compute weights of a range on `device`: the held ones, or if on another device a copy,
+    /// then written back.
     ///
     /// # Errors
     /// A range not fully held by this rank; device errors; errors of `change`.

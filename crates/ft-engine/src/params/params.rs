@@ -1,4 +1,4 @@
-//! Trained tensors in flat buffers, one set per unit of the walk and group of ranks that hold copies.
+//! Trained tensors in flat buffers, one set per unit of the walk and group of ranks with copies.
 //!
 //! A unit (embedding, layer or head) stores all trained tensors of a kind end to end, so that reduction, norm,
 //! clipping and optimizer take one pass per unit. Layers use views of the `compute` buffer; a step updates
@@ -34,8 +34,7 @@ pub struct Params {
     pub slots: Vec<Slot>,
     /// Piece of each tensor on this rank: the slot's contents.
     pub pieces: Vec<Piece>,
-    /// Flat buffers, first those of whole tensors by unit, then those of pieces or of split experts; `None` if nothing
-    /// trains.
+    /// Flat buffers, first of whole tensors by unit, then of pieces or of split experts; `None` if nothing trains.
     pub flats: Vec<Option<FlatParam>>,
     /// Compute dtype, and elements with master weights by flat buffer, those of other ranks too.
     dtype: DType,
@@ -128,7 +127,7 @@ impl Params {
         all.filter(move |(_, f)| f.unit == unit)
     }
 
-    /// Whether this rank holds the buffer of a tensor: that of an expert may be of another rank.
+    /// Whether this rank holds the buffer of a tensor: an expert's may be on another rank.
     pub fn is_here(&self, index: usize) -> bool {
         self.flat(&self.slots[index]).is_ok()
     }
@@ -219,8 +218,7 @@ impl Params {
         Ok((mine.start, self.pieces[index].read(mine, read)?))
     }
 
-    /// Authoritative values of a tensor's piece: a view of the master weights, or of the compute weights if there
-    /// are none.
+    /// Authoritative values of a tensor's piece: a view of the master weights, or else of the compute weights.
     ///
     /// # Errors
     /// A tensor only partly held by this rank.

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 /// any 4-bit type and block size. Near 1 if `four` was made from `original`: only ties can differ.
 ///
 /// # Errors
-/// A weight that is not quantized in `four`, or unreadable in either.
+/// A weight not quantized in `four`, or unreadable in either.
 pub fn agreement(
     four: &TensorFiles,
     original: &TensorFiles,

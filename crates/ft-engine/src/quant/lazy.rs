@@ -1,4 +1,4 @@
-//! A 4-bit weight read or quantized lazily, by ranges, for ranks that hold a part of it.
+//! A 4-bit weight read or quantized lazily, by ranges, for ranks with a part.
 
 use super::codebook::{CodeTables, Type};
 use super::error::Error;
@@ -93,7 +93,7 @@ impl<'a> LazyMatrix<'a> {
 }
 
 impl<'a> LazyVector<'a> {
-    /// The piece of a vector whose elements stand for `each` elements of the piece's tensor.
+    /// The piece of a vector with one element per `each` elements of the piece's tensor.
     fn cut(self, piece: &Piece, each: usize) -> Self {
         let (own, len) = (piece.clone(), piece.elements());
         let repeated = move |r: Range<usize>| {
@@ -110,8 +110,8 @@ impl<'a> LazyVector<'a> {
 
 impl<'a> LazyMatrix<'a> {
     /// The rows or columns of a piece, with the same values. Blocks of the whole may straddle the cuts, so the piece
-    /// has smaller blocks (a divisor of the old size); consecutive ones repeat the scale of the block that they came
-    /// from. The same holds for groups of scales and their factors.
+    /// has smaller blocks (a divisor of the old size); consecutive ones repeat the scale of the original block. The
+    /// same holds for groups of scales and their factors.
     ///
     /// # Errors
     /// A piece with an odd number of consecutive values.

@@ -23,7 +23,7 @@ pub(super) fn find(files: &TensorFiles, weight: &str) -> Option<Vec<String>> {
     files.info(&names[0]).is_some().then(|| names.into())
 }
 
-/// What is wrong with the two tensors of a weight of `dims`, except for their values.
+/// Defects of the two tensors of a weight of `dims`, except for their values.
 pub(super) fn problems(files: &TensorFiles, weight: &str, (o, i): (usize, usize)) -> Option<String> {
     let wanted = [vec![o, i / MXFP4_BLOCK, MXFP4_BLOCK / 2], vec![o, i / MXFP4_BLOCK]];
     if i % MXFP4_BLOCK != 0 {

@@ -59,7 +59,7 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
         let (first, end) = (i * rows_a_piece, rows.min((i + 1) * rows_a_piece));
         let values =
             files.part(name, first * cols..end * cols, DType::F32, &Device::Cpu)?.to_vec1::<f32>()?;
-        // `part` refuses values that are not finite.
+        // `part` refuses non-finite values.
         encode::encode(&values, packed, scales, codes);
         Ok(())
     });

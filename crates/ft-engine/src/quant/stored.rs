@@ -263,7 +263,7 @@ fn parse(json: &Map<String, Value>, kind: Type, dims: (usize, usize)) -> Result<
 #[derive(Clone, Debug)]
 pub struct Entry {
     pub name: String,
-    /// Value; `None` for the codes, which are computed while writing.
+    /// Value; `None` for the codes, computed while writing.
     pub value: Option<Tensor>,
     pub dtype: DType,
     pub shape: Vec<usize>,

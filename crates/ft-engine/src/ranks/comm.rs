@@ -36,7 +36,7 @@ impl CollectiveId {
         Self { unit: Some(unit), ..Self::all(what) }
     }
 
-    /// The same collective among the members of a group, which are at equal distances.
+    /// The same collective among the members of a group, at equal distances.
     pub(super) fn among(self, axis: Axis, members: &[usize]) -> Self {
         let number = |n: Option<&usize>| n.map_or(0, |n| u32::try_from(*n).unwrap_or(u32::MAX));
         let (first, last) = (number(members.first()), number(members.last()));
@@ -168,9 +168,9 @@ pub trait Comm: Send + Sync {
         self.all_gather_among((&self.everyone(), at), mine, ranges, to)
     }
 
-    /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank
-    /// calls it, with or without tensors. The tensors of an ordered pair of ranks have equal lengths and dtypes on both
-    /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
+    /// Pairwise exchange: starts the sends of `out` and the receives of `into`, with a peer for every tensor. Every
+    /// rank calls it, with or without tensors. The tensors of an ordered pair of ranks have equal lengths and dtypes on
+    /// both sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
     /// change, and those of `into` not be read, before the returned [`PendingTransfer`] has been waited on.
     fn exchange(&self, at: CollectiveId, out: &[PeerTensor], into: &[PeerTensor]) -> Result<PendingTransfer> {
         self.exchange_among((&self.everyone(), at), out, into)
@@ -224,13 +224,12 @@ impl dyn Comm + '_ {
         Ok(all.iter().map(|bytes| from_json(at, bytes)).collect::<Result<_, _>>()?)
     }
 
-    /// Sends an object of rank 0 to all other ranks, which call `receive_object`.
-    /// There is no timeout.
+    /// Sends an object of rank 0 to all other ranks; they call `receive_object`. There is no timeout.
     pub fn broadcast_object<T: Serialize>(&self, at: CollectiveId, object: &T) -> Result<()> {
         self.all_gather_bytes(at, &to_json(at, object)?, false).map(drop)
     }
 
-    /// Receives the object that rank 0 broadcasts; `None` if rank 0 is at a `barrier`.
+    /// Receives the object broadcast by rank 0; `None` if rank 0 is at a `barrier`.
     pub fn receive_object<T: DeserializeOwned>(&self, at: CollectiveId) -> Result<Option<T>> {
         let all = self.all_gather_bytes(at, &[], false)?;
         let first = all.first().filter(|bytes| !bytes.is_empty());
@@ -259,7 +258,7 @@ fn from_json<T: DeserializeOwned>(at: CollectiveId, bytes: &[u8]) -> Result<T, N
     serde_json::from_slice(bytes).map_err(|source| NotJson { at, source })
 }
 
-/// An object that cannot be serialized or deserialized.
+/// A failure to serialize or deserialize an object.
 #[derive(Debug, thiserror::Error)]
 #[error("{at}: {source}: a bug in ft")]
 struct NotJson {

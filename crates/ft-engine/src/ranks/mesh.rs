@@ -15,7 +15,7 @@ pub struct Mesh {
     pub context: usize,
     /// Tensor parallelism: ranks split matrices.
     pub tensor: usize,
-    /// Expert parallelism: blocks of so many neighbors of a stage split the experts. Adds no ranks.
+    /// Expert parallelism: number of neighbors of a stage to split the experts over. Adds no ranks.
     pub expert: usize,
 }
 
@@ -30,7 +30,7 @@ pub struct Coordinates {
     pub context: usize,
     /// Index along the tensor axis.
     pub tensor: usize,
-    /// Index within the block that splits the experts.
+    /// Index within the expert-parallel block.
     pub expert: usize,
 }
 
@@ -54,9 +54,9 @@ pub enum Axis {
     Expert,
     /// Ranks with copies of the same experts.
     ExpertReplica,
-    /// Ranks of all stages that pass on the same micro-batches.
+    /// Ranks of all stages passing on the same micro-batches.
     Pipeline,
-    /// Ranks of the first and the last stage: they hold copies of a table that embedding and head share. The ranks
+    /// Ranks of the first and the last stage: they hold copies of a table shared by embedding and head. The ranks
     /// between them are a group too, and hold none.
     Ends,
 }
@@ -76,7 +76,7 @@ impl Axis {
         Axis::Ends,
     ];
 
-    /// Name of the groups, and 1 for the coordinates in which members differ: pipeline, data, context, tensor.
+    /// Name of the groups, and 1 for the coordinates differing between members: pipeline, data, context, tensor.
     fn describe(self) -> (&'static str, [u8; 4]) {
         match self {
             Axis::World => ("all ranks", [1, 1, 1, 1]),

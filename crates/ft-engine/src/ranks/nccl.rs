@@ -1,9 +1,9 @@
 //! Collectives for tensors on CUDA devices: tensors go through NCCL, objects through the host group.
 //!
 //! Ranks synchronize over the host before each NCCL call. NCCL therefore never sees a mismatched call, and
-//! a rank that fails on the host leaves no peer blocked on a device. NCCL operations that wait for a dead
-//! process are aborted together with the group. Sums exchange the parts by NCCL and add them in rank order
-//! in a CUDA kernel, so results have the same bits at every ZeRO stage.
+//! a rank failing on the host leaves no peer blocked on a device. NCCL operations waiting for a dead process are
+//! aborted together with the group. Sums exchange the parts by NCCL and add them in rank order in a CUDA kernel, so
+//! results have the same bits at every ZeRO stage.
 
 use super::callbacks::Callback;
 use super::comm::{Among, CollectiveId, Comm, Error, PeerTensor, Received, ReduceScatterHeader};
@@ -117,7 +117,7 @@ impl Nccl<'_> {
         Err(self.host.lost().map_or(e, Into::into))
     }
 
-    /// Replaces an error by the NCCL failure behind it, if there is one.
+    /// Replaces an error by the NCCL failure behind it, if any.
     fn explain(&self, e: ft_base::Error) -> ft_base::Error {
         if e.of::<Error>().is_some() { e } else { self.check().err().unwrap_or(e) }
     }

@@ -28,7 +28,7 @@ enum Message {
 }
 
 struct State {
-    /// What was given and not yet taken, by ordered pair of ranks: from, then to.
+    /// Messages given and not yet taken, by ordered pair of ranks: from, then to.
     boxes: Vec<VecDeque<(CollectiveId, Message)>>,
     /// Current or last collective, by rank.
     at: Vec<CollectiveId>,
@@ -137,7 +137,7 @@ impl Threads {
         s.waits[self.rank] = from.to_vec();
         loop {
             let missing = s.missing(self.rank, g.world);
-            // What all have given is taken even if one of them has failed since.
+            // If all have given, their messages are taken, even after a failure since.
             if missing.is_none() {
                 break;
             }
@@ -170,7 +170,8 @@ impl Threads {
         Ok(all)
     }
 
-    /// Aborts the group; blames the first rank not yet in the collective, or the one that this one waits for.
+    /// Aborts the group; blames the first rank not yet in the collective, or the last of a chain of ranks waiting for
+    /// one another.
     fn hung(&self, s: &mut State, at: CollectiveId) -> Error {
         let g = &*self.group;
         let (mut late, mut at) = (s.missing(self.rank, g.world).unwrap_or(self.rank), at);
@@ -211,14 +212,14 @@ impl Threads {
         f(&all)?;
         drop(all);
         self.meet(at, Message::Bytes(Vec::new()), timeout)?;
-        // Freed by the thread that has allocated it: memory is counted by rank.
+        // Freed by the allocating thread: memory is counted by rank.
         drop(mine);
         Ok(())
     }
 }
 
 impl State {
-    /// The first of the ranks that `rank` waits for which has given it nothing.
+    /// The first rank awaited by `rank` without a message for it.
     fn missing(&self, rank: usize, world: usize) -> Option<usize> {
         self.waits[rank].iter().copied().find(|other| self.boxes[other * world + rank].is_empty())
     }

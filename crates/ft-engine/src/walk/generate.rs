@@ -214,8 +214,8 @@ impl<'a> Reader<'a> {
         pass.end_visit()
     }
 
-    /// Drops the cache after `keep` tokens, or the whole of it if a layer's state cannot go back. Returns the number of
-    /// tokens left.
+    /// Drops the cache after `keep` tokens, or entirely if a layer's state cannot go back. Returns the number of tokens
+    /// left.
     fn forget(&mut self, keep: usize) -> usize {
         if keep < self.seen.len() && !self.caches.iter_mut().all(|cache| cache.truncate(keep)) {
             return self.forget(0);
@@ -306,7 +306,7 @@ pub trait Writer {
     /// # Errors
     /// A failed tensor operation.
     fn choose(&mut self, logits: &Real) -> ft_base::Result<u32>;
-    /// Takes the text that a token completes, if any; returns whether to continue.
+    /// Takes the text completed by a token, if any; returns whether to continue.
     fn write(&mut self, piece: &str) -> bool;
 }
 

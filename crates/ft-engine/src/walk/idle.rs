@@ -20,7 +20,7 @@ pub(super) enum IdleState {
     Dropped(Arc<RowExchange>),
 }
 
-/// The mixture of a layer, if ranks split its experts.
+/// The mixture of a layer, if split over ranks.
 fn split(decoder: &Decoder, unit: usize) -> Option<&Mixture> {
     decoder.layers.get(unit.checked_sub(1)?)?.mlp.mixture().filter(|m| m.is_split())
 }

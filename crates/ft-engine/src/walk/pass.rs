@@ -94,8 +94,8 @@ impl<'a> Walk<'a> {
         Ok(Some(Saved { x, level, rest }))
     }
 
-    /// Forward pass of embedding and layers: returns the hidden states `[t, d]` above them. `below` are those below
-    /// the lowest layer, on a rank without the embedding.
+    /// Forward pass of embedding and layers: returns the hidden states `[t, d]` above them. `below` has the hidden
+    /// states below the lowest layer, on a rank without the embedding.
     ///
     /// # Errors
     /// A lost rank; device errors.

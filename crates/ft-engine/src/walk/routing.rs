@@ -116,7 +116,7 @@ struct Layer {
 }
 
 impl Routing {
-    /// Records the routing of one layer; of an idle rank, whose only row is of no token, zeros.
+    /// Records the routing of one layer; of an idle rank, without tokens, zeros.
     pub fn note(
         &mut self,
         layer: usize,
@@ -206,13 +206,13 @@ impl Routing {
         Ok(total)
     }
 
-    /// Sets the decisions of all stages and ranks, which the load-balancing loss is made of.
+    /// Sets the decisions of all stages and ranks, for the load-balancing loss.
     pub fn set_total(&mut self, total: Total) {
         self.total = Some(total);
     }
 
-    /// Adds up the decisions of the ranks with tokens of the micro-batch, which the load-balancing loss is made of,
-    /// unless they are known. Collective.
+    /// Adds up the decisions of the ranks with tokens of the micro-batch, for the load-balancing loss, unless known.
+    /// Collective.
     ///
     /// # Errors
     /// A lost rank; errors of the device.
@@ -227,8 +227,7 @@ impl Routing {
         Ok(())
     }
 
-    /// Terms that the router losses add to the gradient of every sparse layer; `None`
-    /// if both coefficients are zero.
+    /// Terms of the router losses in the gradient of every sparse layer; `None` if both coefficients are zero.
     ///
     /// # Errors
     /// Errors of the device.

@@ -9,12 +9,12 @@ use ft_kernels::Tensor;
 
 const HIDDEN_STATES: &str = "the hidden states between stages";
 
-/// A rank of a stage, with its neighbors that pass on the same micro-batches.
+/// A rank of a stage, with the neighbors passing on the same micro-batches.
 pub struct Stage<'a> {
     group: Group<'a>,
     /// First units of this stage and of the next.
     units: (usize, usize),
-    /// Tensors across the boundaries above and below, beside hidden states.
+    /// Tensors across the boundaries above and below, besides hidden states.
     boundaries: [StageBoundary; 2],
     hidden: usize,
     dtype: DType,
@@ -58,7 +58,7 @@ impl<'a> Stage<'a> {
         &self.group
     }
 
-    /// Tensors across the boundary above, or the one below, beside hidden states.
+    /// Tensors across the boundary above, or the one below, besides hidden states.
     pub fn boundary(&self, above: bool) -> &StageBoundary {
         &self.boundaries[usize::from(!above)]
     }
@@ -73,7 +73,7 @@ impl<'a> Stage<'a> {
         Ok(into)
     }
 
-    /// Receives tensors of so many tokens from the stage below.
+    /// Receives the tensors of `rows` from the stage below.
     ///
     /// # Errors
     /// A lost rank; device errors.

@@ -78,16 +78,16 @@ impl Outline {
     }
 }
 
-/// Tokens of a document that a reader with a key-value cache reads next.
+/// Next tokens of a document for a reader with a key-value cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reading {
     /// Number of tokens before them; a document begins anew at 0.
     pub past: usize,
     /// The tokens.
     pub ids: Vec<u32>,
-    /// Number of tokens of the document, with later ones that are known.
+    /// Number of tokens of the document, with known later ones.
     pub total: usize,
-    /// Most tokens that the document can have.
+    /// Largest possible length of the document, in tokens.
     pub limit: usize,
     /// Whether logits follow the last token.
     pub logits: bool,
@@ -103,7 +103,7 @@ pub trait Hooks {
         Ok(())
     }
 
-    /// Ranks that split the experts of mixtures, if they do. Layers exchange rows with them.
+    /// Expert-parallel ranks, if any. Layers exchange rows with them.
     fn experts(&self) -> Option<&dyn Comm> {
         None
     }
@@ -130,7 +130,7 @@ pub trait Hooks {
     }
 
     /// Called after a visit. In the backward pass the gradients of this unit and of all units above are then
-    /// complete, except for unit 0, which is complete after its own visit.
+    /// complete, except for unit 0, complete after its own visit.
     ///
     /// # Errors
     /// See [`Hooks::pre_visit`].
@@ -150,7 +150,7 @@ pub struct Visits<'a> {
     visits: Vec<Visit>,
     /// Index of the next or current visit.
     at: usize,
-    /// Number of visits before a pause, in which other passes run.
+    /// Number of visits before a pause for other passes.
     pause: usize,
     hooks: &'a dyn Hooks,
 }
@@ -208,7 +208,7 @@ impl<'a> Visits<'a> {
     }
 }
 
-/// Runs a pass that calls only `f` at each unit, for instance on a rank without rows.
+/// Runs a pass calling only `f` at every unit, for instance on a rank without rows.
 ///
 /// # Errors
 /// See [`Hooks::pre_visit`]; errors of `f`.

@@ -1,4 +1,4 @@
-//! Memory available to a rank, on its device and on the host.
+//! Memory available to a rank, on device and host.
 
 use crate::memory::overhead;
 use crate::workload::Workload;
@@ -40,8 +40,7 @@ pub(super) fn local(r: &Recipe, machine: Machine) -> u64 {
     if machine.cuda { devices(r.parallel.sharing()) } else { r.parallel.sharing() }
 }
 
-/// Host bytes a rank may use besides its CUDA device and the server; `None` on the CPU, or if host memory
-/// is unknown.
+/// Host bytes a rank may use besides the CUDA device and the server; `None` on the CPU, or if host memory is unknown.
 pub fn beside_device(r: &Recipe, machine: Machine, (host, server): (Option<u64>, u64)) -> Option<u64> {
     let all = r.memory.host_budget.map(memory::part).or(host).filter(|_| machine.cuda)?;
     Some(all.saturating_sub(server) / local(r, machine))

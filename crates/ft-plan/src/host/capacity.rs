@@ -23,12 +23,12 @@ pub struct Capacity<'a> {
     pub shared: Option<u64>,
     /// Filesystem of a folder, existing or not.
     pub volume: &'a dyn Fn(&Path) -> Option<Volume>,
-    /// Bytes of a run folder that the run replaces.
+    /// Bytes of a run folder replaced by the run.
     pub replaced: &'a dyn Fn(&Path) -> u64,
 }
 
 impl Capacity<'_> {
-    /// A machine of which nothing is known.
+    /// A machine of unknown capacity.
     pub const UNKNOWN: Capacity<'static> =
         Capacity { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
 

@@ -5,7 +5,7 @@
 pub struct Datasheet {
     pub products: f64,
     pub memory: f64,
-    /// Whether products reach their rate by `wgmma` or its successors alone, which ft's attention does not use.
+    /// Whether products reach their rate by `wgmma` or successors alone, unused by ft's attention.
     pub warp_groups: bool,
 }
 
@@ -33,14 +33,14 @@ const CARDS: &[(&str, u64, Datasheet)] = &[
     ("B200", 182_630, hopper(2250.0, 8.000)),
 ];
 
-/// Cards for which ft has no code, by a word of their names, and their compute capabilities.
+/// Cards without code in ft, by a word of their names, and their compute capabilities.
 const TOO_OLD: [(&str, (i32, i32)); 4] =
     [("p100", (6, 0)), ("v100", (7, 0)), ("t4", (7, 5)), ("2080", (7, 5))];
 
 /// Memory of a program's context on a card, in MiB.
 const CONTEXT: u64 = 512;
 
-/// Words of a name in lower case, without those of the maker.
+/// Words of a name in lower case, without the maker's.
 fn words(name: &str) -> Vec<String> {
     let of = |w: &str| w.strip_suffix("gb").unwrap_or(w).to_string();
     let name = name.to_lowercase();
@@ -48,8 +48,8 @@ fn words(name: &str) -> Vec<String> {
     words.map(of).collect()
 }
 
-/// A card by its name, with the maker's words around it or without ("RTX 4090", "a100-80gb"): name in the table,
-/// and bytes that a run takes on it by default, 95% of what a context leaves free.
+/// A card by its name, with the maker's words around it or without ("RTX 4090", "a100-80gb"): name in the table, and
+/// default bytes of a run, 95% of the memory left by a context.
 pub fn card(name: &str) -> Option<(&'static str, u64)> {
     let wanted = words(name).concat();
     let (name, mib, _) = CARDS.iter().find(|(name, ..)| words(name).concat() == wanted)?;
@@ -72,12 +72,12 @@ pub fn of_driver(name: &str) -> Option<&'static str> {
     CARDS.iter().map(|(name, ..)| *name).find(|name| is(name))
 }
 
-/// Rates of a card, by its name in the table.
+/// Rates of a card, by name in the table.
 pub fn datasheet_of(name: &str) -> Option<Datasheet> {
     CARDS.iter().find(|(n, ..)| *n == name).map(|(.., sheet)| *sheet)
 }
 
-/// Whether a card of the table has no products of 8-bit floats, which need compute capability 8.9.
+/// Whether a card of the table lacks products of 8-bit floats (compute capability below 8.9).
 pub fn lacks_fp8(name: &str) -> bool {
     const HAVE: [&str; 7] = ["L4", "4090", "5090", "L40S", "H100", "H200", "B200"];
     CARDS.iter().any(|(card, ..)| *card == name) && !HAVE.contains(&name)
@@ -100,7 +100,7 @@ mod tests {
         assert!(
             of("A100-40").1 < of("L40S").1 && of("L40S").1 < of("A6000").1 && of("H100").1 < of("H200").1
         );
-        // a run leaves room for the context and for others
+        // a run leaves room for the context and for other processes
         assert!((20 << 30..23 << 30).contains(&of("3090").1));
         assert_eq!((card("A100"), card("48GB"), card("")), (None, None, None));
         assert!(CARDS.is_sorted_by(|a, b| a.1 < b.1));

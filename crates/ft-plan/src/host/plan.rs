@@ -1,7 +1,7 @@
 //! Host memory, disk space and shared memory of a run, required and available.
 //!
-//! On the CPU the device is the host: `host` then lists the process's bytes on top of the device's, and
-//! the available bytes are those left by the device's.
+//! On the CPU the device is the host: `host` then lists the process's bytes on top of the device's, and the available
+//! bytes exclude the device's.
 
 use super::budget::local;
 use super::capacity::Capacity;
@@ -36,7 +36,7 @@ const LOAD_EVERY: u64 = 10;
 /// Shared memory of a rank with NCCL: two channels of 9,637,888 bytes (the size in NCCL's own error
 /// messages), used if devices have no peer access.
 pub(super) const NCCL: u64 = 2 * 9_637_888;
-/// File mapped by Open MPI for each rank of a machine (`btl_sm_segment_size`).
+/// File mapped by Open MPI per rank of a machine (`btl_sm_segment_size`).
 pub(super) const MPI: u64 = 4 << 20;
 
 /// Settings to change if the token cache does not fit.
@@ -163,8 +163,8 @@ impl HostPlan {
         }
     }
 
-    /// Adds the token cache for data not yet tokenized. Its size is estimated as the size of the text: a
-    /// stored token takes four bytes and covers about four bytes of text.
+    /// Adds the token cache for data not yet tokenized, estimated as the size of the text: a stored token takes four
+    /// bytes and covers about four bytes of text.
     pub fn tokens(&mut self, r: &Recipe) {
         let Some(cache) = store::cache_folder().filter(|_| r.data.cache) else { return };
         let resolve = |s: &str| r.resolve(s);
@@ -216,7 +216,7 @@ impl HostPlan {
         }
     }
 
-    /// Whether host memory suffices, as far as it is known.
+    /// Whether host memory suffices, as far as known.
     pub(crate) fn host_fits(&self) -> bool {
         self.host_left.is_none_or(|left| sum(&self.host) <= left)
     }
@@ -270,14 +270,14 @@ impl HostPlan {
         out
     }
 
-    /// Changes that make room on a disk, as (settings, words).
+    /// Changes to make room on a disk, as (settings, words).
     pub fn hints(&self, r: &Recipe) -> Vec<(Vec<String>, String)> {
         let (mut out, best) = (Vec::new(), usize::from(r.run.keep_best));
         for d in self.disks.iter().filter(|d| !d.fits()) {
             let (needed, free) = (d.needed(), d.free.unwrap_or(0));
             let keeps = d.parts.iter().find(|(n, _)| *n == "checkpoints").map_or(0, |(_, b)| *b);
             let others = needed - keeps;
-            // the largest number of checkpoints that fits with the one being written
+            // the most checkpoints with room for the one being written
             let room = free.saturating_sub(others) / self.checkpoint.max(1);
             let most =
                 usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1 + best).min(r.run.keep - 1);
@@ -304,7 +304,7 @@ impl HostPlan {
         out
     }
 
-    /// The JSON tables of `ft plan --json`: host, disk, shared memory, and each filesystem.
+    /// The JSON tables of `ft plan --json`: host, disk, shared memory, filesystems.
     pub fn json(&self) -> [(&'static str, Value); 4] {
         let table = |parts: &NamedBytes, left: Option<u64>| {
             let mut out: Map<String, Value> = parts.iter().map(|(k, b)| (k.to_string(), json!(b))).collect();
@@ -353,8 +353,8 @@ impl HostPlan {
     }
 }
 
-/// Copies of a trained tensor in an adapter's files: two of factors whose initial update is subtracted from the base,
-/// and of a tied table, which has two names.
+/// Copies of a trained tensor in an adapter's files: two of factors with an initial update subtracted from the base,
+/// and of a tied table, with two names.
 fn copies(r: &Recipe, s: &Selection, t: &TrainedPart<'_>) -> u64 {
     let changes_base = r.lora.init.decomposition().is_some_and(Decomposition::changes_base);
     let factor = matches!(t.part, Part::A | Part::B) && changes_base && initial::from_base(r, t.module);
@@ -362,7 +362,7 @@ fn copies(r: &Recipe, s: &Selection, t: &TrainedPart<'_>) -> u64 {
     if factor || table { 2 } else { 1 }
 }
 
-/// Most checkpoints of a run, if known. Each evaluation may have the best one.
+/// Most checkpoints of a run, if known. Any evaluation may have the best one.
 fn saves(r: &Recipe, w: &Workload) -> Option<u64> {
     let epochs = match r.run.length() {
         Length::Epochs(epochs) => Some(epochs),

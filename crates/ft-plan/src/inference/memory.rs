@@ -1,4 +1,4 @@
-//! Memory for inference: weights, and a key-value cache that grows with the context.
+//! Memory for inference: weights, and a key-value cache growing with the context.
 
 use crate::error::Error;
 use crate::host::{Capacity, budget};

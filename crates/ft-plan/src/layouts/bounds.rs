@@ -16,7 +16,7 @@ pub(super) struct Sums {
     frozen: [f64; 2],
     /// Values that train.
     trained: [f64; 2],
-    /// Values that train in the embedding and the head, which are gathered once a micro-batch at least.
+    /// Trained values of the embedding and the head, gathered at least once a micro-batch.
     ends: f64,
 }
 
@@ -47,7 +47,7 @@ impl Sums {
     }
 }
 
-/// A model of which layouts are bounded.
+/// The model of the bounded layouts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Model {
     pub sums: Sums,

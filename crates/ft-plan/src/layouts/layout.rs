@@ -14,7 +14,7 @@ pub struct Layout {
     pub context: usize,
     /// Ranks that cut matrices.
     pub tensor: usize,
-    /// Ranks that split the experts; they are among those of the other axes.
+    /// Ranks that split the experts; they belong to the other axes too.
     pub expert: usize,
     /// ZeRO stage.
     pub zero: u8,
@@ -27,9 +27,8 @@ impl Layout {
         Self { data, pipeline, context, tensor: p.tensor, expert: p.expert, zero: p.zero }
     }
 
-    /// Layouts of `devices` ranks in a search, for a model of so many `layers` with so many `experts` each (0 for
-    /// none); `cuts` is true for a number of ranks that divides its matrices. A stage of one rank has nothing to split
-    /// by ZeRO.
+    /// Searched layouts of `devices` ranks, for a model of `layers` layers with `experts` experts a layer (0 for none);
+    /// `cuts` tells whether a number of ranks divides the matrices. A stage of one rank has nothing to split by ZeRO.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let mut all = Vec::new();
         for pipeline in divisors(devices).filter(|n| *n == 1 || *n <= layers) {
@@ -70,12 +69,12 @@ impl Layout {
         ]
     }
 
-    /// The keys that differ from their defaults, with values.
+    /// The keys with non-default values, and the values.
     pub fn keys(&self) -> Vec<(&'static str, usize)> {
         self.all_keys().into_iter().filter(|(_, n, least)| n > least).map(|(key, n, _)| (key, n)).collect()
     }
 
-    /// All keys in command-line form, those of other layouts set back.
+    /// All keys in command-line form, defaults included.
     pub fn settings(&self) -> Vec<String> {
         self.all_keys().iter().map(|(key, n, _)| format!("parallel.{key}={n}")).collect()
     }

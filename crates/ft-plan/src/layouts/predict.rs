@@ -1,4 +1,4 @@
-//! Predicted time of a step of a layout, by its lists of actions.
+//! Predicted time of a layout's step, by lists of actions.
 
 use super::layout::Layout;
 use crate::time::actions::{Actions, StageActions, Transfer, VisitActions};
@@ -13,9 +13,9 @@ use serde::Serialize;
 pub enum Limit {
     /// Arithmetic takes longer than all else.
     Compute,
-    /// Gathered weights and summed gradients take longer than the arithmetic that would hide them.
+    /// Gathered weights and summed gradients take longer than the arithmetic meant to hide them.
     Gathers,
-    /// Transfers that nothing hides take longer than arithmetic.
+    /// Exposed transfers take longer than arithmetic.
     Exchanges,
     /// Stages wait for one another longer than they compute.
     Stages,
@@ -41,7 +41,7 @@ pub struct Rates<'n> {
     pub network: &'n Network,
     /// Whether transfers overlap with arithmetic: copy engines on GPUs, none on CPUs.
     pub engines: bool,
-    /// Speedup of a rank while all others are idle; above 1 if ranks outnumber processors.
+    /// Speedup of a rank with all other ranks idle; above 1 if ranks outnumber processors.
     pub alone: f64,
 }
 
@@ -50,17 +50,17 @@ pub struct Rates<'n> {
 pub struct Candidate {
     #[serde(flatten)]
     pub layout: Layout,
-    /// Other keys that the layout needs, in command-line form.
+    /// Other keys needed by the layout, in command-line form.
     pub beside: Vec<String>,
     /// Device peak of the rank with the most.
     pub memory: u64,
-    /// Bytes that a rank receives in a step.
+    /// Bytes received by a rank in a step.
     pub wire_bytes_a_step: u64,
     /// The part of `wire_bytes_a_step` from other machines.
     pub wire_bytes_between: u64,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
-    /// Share of the step in which stages wait.
+    /// Waiting time of stages, as a share of the step.
     pub bubble: f64,
     pub limit: Limit,
     /// Execution in words.
@@ -83,13 +83,13 @@ pub fn sort(all: &mut [Candidate]) {
 pub struct Step {
     pub seconds: f64,
     pub limit: Limit,
-    /// Mean share of the step in which a stage waits for others.
+    /// Mean waiting time of a stage for other stages, as a share of the step.
     pub bubble: f64,
     /// Received bytes of a rank, from its machine and from other machines, in the stage with the most.
     pub bytes: [f64; 2],
 }
 
-/// Seconds of a pass through visits: arithmetic, transfers that it would hide, exchanges within visits, and all of it.
+/// Seconds of a pass through visits: arithmetic, hideable transfers, exchanges within visits, and the total.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pass {
     compute: f64,
@@ -139,7 +139,7 @@ impl<'a> OnDevices<'a> {
             let all = match (self.of.engines, visit.exchanges.is_empty()) {
                 (false, _) => compute + hidden + exposed,
                 (true, true) => compute.max(hidden),
-                // transfers go one after the other: exchanges in the middle of a visit wait for those begun before
+                // transfers go one after the other: exchanges in the middle of a visit wait for earlier ones
                 (true, false) => (compute / 2.0).max(hidden) + exposed + compute / 2.0,
             };
             pass.add(Pass { compute, hidden, exposed, all });
@@ -156,7 +156,7 @@ impl<'a> OnDevices<'a> {
         Pass { compute, hidden: 0.0, exposed, all: compute + exposed }
     }
 
-    /// Bytes of a step from the same machine and from others, apart from other stages.
+    /// Bytes of a step from the same and from other machines, without those of other stages.
     fn bytes(&self, stage: &StageActions, micros: usize) -> [f64; 2] {
         let parts = |t: &Transfer| self.of.network.parts(t.bytes, self.members[t.axis as usize]);
         let add = |sum: [f64; 2], [near, far]: [f64; 2]| [sum[0] + near, sum[1] + far];
@@ -186,7 +186,7 @@ enum Doing {
     Nothing,
     /// A pass, with seconds left at full speed.
     Pass(f64),
-    /// An exchange with the stage beside, with seconds left.
+    /// An exchange with the neighboring stage, with seconds left.
     Exchange(f64),
 }
 
@@ -285,7 +285,7 @@ pub fn predict(actions: &Actions, d: Rates<'_>) -> Step {
     }
 }
 
-/// Adds the bytes of hidden states and gradients that come from the stages beside a stage.
+/// Adds the bytes of hidden states and gradients from the neighboring stages.
 fn passed(d: Rates<'_>, actions: &Actions, stage: usize, mut own: [f64; 2]) -> [f64; 2] {
     let [below, above] = actions.stages[stage].passed.map(|bytes| bytes * actions.micros as f64);
     if stage > 0 {
@@ -322,7 +322,7 @@ mod tests {
         Network { within: link, between, machine }
     }
 
-    /// Seconds of one visit of two seconds on a ring of two ranks, with gigabytes that it hides and that it does not.
+    /// A step of one visit of two seconds on a ring of two ranks, with hidden and exposed gigabytes.
     fn one(class: usize, engines: bool, [hidden, exposed]: [f64; 2]) -> Step {
         let transfer = |kind, gb: f64| Transfer { kind, axis: Axis::Stage, bytes: gb * GB, calls: 1.0 };
         let visit =

@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 
 impl Candidate {
-    /// The settings that differ from those of one rank, in command-line form.
+    /// The settings other than one rank's, in command-line form.
     pub fn words(&self) -> String {
         let keys = self.layout.keys().into_iter().map(|(key, n)| format!("parallel.{key}={n}"));
         let all: Vec<String> = keys.chain(self.beside.iter().cloned()).collect();
         if all.is_empty() { "one rank".into() } else { all.join(" ") }
     }
 
-    /// All settings in command-line form, those of other layouts set back.
+    /// All settings in command-line form, defaults included.
     pub fn settings(&self) -> Vec<String> {
         self.layout.settings().into_iter().chain(self.beside.iter().cloned()).collect()
     }
@@ -73,7 +73,7 @@ impl Layouts {
         s
     }
 
-    /// The best layouts, one a line. Bytes from other machines, and the wait of stages, stand there if there are any.
+    /// The best layouts, one a line. Columns of bytes from other machines and of waiting stages appear only if used.
     fn table(&self) -> String {
         let width = self.best().iter().map(|c| c.words().len()).max().unwrap_or(0).max("layout".len());
         let (several, waits) = (self.devices.on_several(), self.best().iter().any(|c| c.bubble >= 0.005));

@@ -59,7 +59,7 @@ fn words(link: &Link) -> String {
     format!("{} GB a second to each device{others} ({})", gb(link.gather), link.source)
 }
 
-/// Ranks that share the processors of this process: those of a launcher have their own.
+/// Ranks sharing the processors of this process; 1 under a launcher.
 fn sharing(ranks: usize) -> usize {
     if Launch::of_env().is_some() { 1 } else { ranks }
 }
@@ -75,7 +75,7 @@ pub struct Arithmetic {
 
 impl Arithmetic {
     /// The measured rate, else the rate of the card's probe or data sheet, else a rate of another family, else an
-    /// assumption. Ranks on the CPU share its threads: a rank's rate was measured with as many, or is its share of the
+    /// assumption. Ranks on the CPU share the threads: a rank's rate was measured with as many, or is a share of the
     /// rate of all.
     fn of(m: Machine, family: &str, ranks: usize) -> Self {
         let sharing = sharing(ranks) as u64;
@@ -89,7 +89,7 @@ impl Arithmetic {
             _ => own,
         };
         let Self { rate, source } = Self::of_device(from, family);
-        // ranks of as many threads as the rate, on those of the machine
+        // threads of the machine per rank, over the threads of the rate
         let share = m.threads as f64 / (sharing * from.threads) as f64;
         Self { rate: rate * share.min(1.0), source }
     }
@@ -123,11 +123,11 @@ pub struct Layouts {
     pub budget: Option<u64>,
     /// Planned layouts that fit, fastest first. No other is faster than the first five.
     pub fitting: Vec<Candidate>,
-    /// Number of layouts that the recipe allows.
+    /// Number of layouts allowed by the recipe.
     pub allowed: usize,
     /// The planned layout with the smallest memory.
     pub least: Option<(Layout, u64)>,
-    /// Numbers of layouts that are not listed, by reason.
+    /// Numbers of unlisted layouts, by reason.
     pub others: Vec<(usize, String)>,
 }
 
@@ -184,8 +184,8 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     Ok(found)
 }
 
-/// The recipe in a layout, and further keys for it, or the reason against it. The plan chooses micro-batches if those
-/// of the recipe do not divide: they do not change results.
+/// The recipe in a layout, and further keys for it, or the reason against it. The plan chooses micro-batches if the
+/// recipe's do not divide: results do not depend on them.
 fn applied(recipe: &Recipe, layout: Layout) -> Result<(Recipe, Vec<String>), String> {
     let set = layout.settings();
     let with = |more: &[String]| match recipe.with(&[&set[..], more].concat()) {
@@ -349,7 +349,7 @@ mod tests {
         Ok(())
     }
 
-    /// Layouts that a model does not allow are counted with its reason.
+    /// Layouts at odds with a model are counted with the reason.
     #[test]
     fn layouts_that_a_model_excludes_are_counted_with_the_reason() -> ft_base::Result<()> {
         let (card, bytes) = card("H100").unwrap_or_default();

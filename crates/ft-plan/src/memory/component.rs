@@ -163,7 +163,7 @@ pub struct Peak {
     pub unit: usize,
     /// Bytes held at the peak.
     pub bytes: Bytes,
-    /// Highest sum of each phase, in the order of [`Phase::ALL`].
+    /// Highest sums by phase, in the order of [`Phase::ALL`].
     pub phases: [u64; Phase::ALL.len()],
 }
 
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(keys.len(), Component::ALL.len());
     }
 
-    /// Lengths of answers are those of `generate.samples`, whose prompts `data.max_length` cuts, and of `log.samples`.
+    /// Lengths of answers: of `generate.samples`, with prompts cut by `data.max_length`, and of `log.samples`.
     #[test]
     fn the_hint_of_the_cache_names_the_keys_of_all_answers() {
         let keys = Component::Cache.keys_to_change();

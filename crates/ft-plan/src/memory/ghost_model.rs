@@ -1,4 +1,4 @@
-//! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
+//! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer a kind.
 
 use super::states::own;
 use candle_core::DType;
@@ -42,14 +42,14 @@ pub struct GhostModel {
     pub lowest: Option<usize>,
 }
 
-/// Key of a layer kind: choices of its modules, mixture or dense, attention, whether later layers use its keys, linear
+/// Key of a layer kind: choices of the modules, mixture or dense, attention and use of the keys by later layers, linear
 /// attention.
 type Kind<'a> = (Vec<&'a Choice>, bool, (LayerAttention, bool), bool);
 
 impl GhostModel {
-    /// Builds the model from a config and a module selection. `dtype` is that of the computation; `weights` is the
+    /// Builds the model from a config and a module selection. `dtype` is the compute dtype; `weights` is the
     /// quantization of linear layers and whether frozen matrices are stored with room for their adapters; `tensor` and
-    /// `experts` are the tensor-parallel and expert-parallel world sizes, `units` those of the planned stage.
+    /// `experts` are the tensor-parallel and expert-parallel world sizes, `units` the units of the planned stage.
     pub fn new(
         config: &Config,
         selection: &Selection,
@@ -120,7 +120,7 @@ impl GhostModel {
         Outline { layers: self.of.len(), units: self.units, tied: self.tied, embedding, uses_weights }
     }
 
-    /// Number and kind of each layer of the stage.
+    /// Numbers and kinds of the stage's layers.
     pub fn own(&self) -> impl DoubleEndedIterator<Item = (usize, &usize)> {
         self.units.own_layers().filter_map(|l| Some((l, self.of.get(l)?)))
     }

@@ -5,8 +5,8 @@ use ft_kernels::Machine;
 /// CUDA context, cuBLAS and the cuBLAS workspace.
 pub(super) const CUDA_CONTEXT: u64 = 600 << 20;
 
-/// Device buffers of NCCL for its channels and peers. An estimate: 1.6 GB are reported for one
-/// communicator (NVIDIA/nccl issue 864); fewer channels take less.
+/// Device buffers of NCCL for channels and peers. An estimate: 1.6 GB are reported for one communicator (NVIDIA/nccl
+/// issue 864); fewer channels take less.
 pub(super) const NCCL: u64 = 1600 << 20;
 
 /// Bytes of an `ft` process besides tensors: code, tokenizer, threads.

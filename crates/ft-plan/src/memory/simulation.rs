@@ -29,7 +29,7 @@ pub struct Settings {
     pub head: usize,
 }
 
-/// Simulated visits of a run, each kind run once.
+/// Simulated visits of a run, one per kind.
 #[derive(Clone, Debug)]
 pub struct Simulation<'a> {
     run: StepInputs<'a>,
@@ -55,7 +55,7 @@ pub struct Simulation<'a> {
     skewed: Option<Box<Simulation<'a>>>,
 }
 
-/// One point of a run, with the bytes held there.
+/// One point of a run, with the held bytes.
 #[derive(Clone, Copy, Default)]
 struct Point<'p> {
     phase: Phase,
@@ -77,7 +77,7 @@ struct Point<'p> {
     cache: u64,
     /// An input in transfer to or from the host ([`Component::Activations`]).
     crossing: u64,
-    /// Per-layer inputs, keys and values that layers share, and their gradients ([`Component::Activations`]).
+    /// Per-layer inputs, shared keys and values, and their gradients ([`Component::Activations`]).
     shared_state: u64,
 }
 
@@ -185,7 +185,7 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    /// Lowest layer of the stage that is walked backward.
+    /// Lowest layer of the stage in the backward walk.
     fn first(&self) -> usize {
         let shape = self.run.shape;
         shape.lowest.map_or(usize::MAX, |u| u.max(shape.units.first).saturating_sub(1))
@@ -341,8 +341,8 @@ impl<'a> Simulation<'a> {
         f(Point { unit, cache, ..Point::new(Phase::Evaluate, logits) });
     }
 
-    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind. With `lends`,
-    /// layers hand on their keys.
+    /// Embedding and layers of a forward pass without gradients; `layers` has the visits by kind. With `lends`, layers
+    /// hand on their keys.
     fn layers_forward<'p>(
         &'p self,
         at: &mut Point<'p>,
@@ -370,7 +370,7 @@ impl<'a> Simulation<'a> {
         self.run.input_bytes(t) + self.lent_below(self.run.shape.units.own_layers().start, t)
     }
 
-    /// Bytes of the keys and values of layers below `l` that layers from `l` on use.
+    /// Bytes of the keys and values of layers below `l`, used from `l` on.
     fn lent_below(&self, l: usize, t: Tokens) -> u64 {
         let of = |l: usize| attention_of(&self.run.shape.kinds[self.run.shape.of[l]])?.producer;
         let lenders: BTreeSet<usize> =
@@ -378,7 +378,7 @@ impl<'a> Simulation<'a> {
         lenders.into_iter().map(|p| self.lent(p, t)).sum()
     }
 
-    /// Bytes of the keys and values that layer `l` hands on: of all tokens of a tensor group, of the rank's heads.
+    /// Bytes of the keys and values handed on by layer `l`: of all tokens of a tensor group, of the rank's heads.
     fn lent(&self, l: usize, t: Tokens) -> u64 {
         let t = self.run.whole(usize::from(t != self.run.train)).unwrap_or(t);
         let a = attention_of(&self.run.shape.kinds[self.run.shape.of[l]]);

@@ -1,4 +1,4 @@
-//! Visits of the engine on ghosts. Runs every kind of visit once and records its peak.
+//! Visits of the engine on ghosts. Runs every kind of visit once and records the peak.
 
 use super::component::{Bytes, Component};
 use super::ghost_model::GhostModel;
@@ -36,7 +36,7 @@ pub struct StepInputs<'a> {
     pub train: Tokens,
     /// Evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
-    /// Generation beside training, if the recipe asks for it.
+    /// Generation during training, if the recipe asks for it.
     pub answers: Option<Answers>,
     /// Bytes of shuffled row orders.
     pub orders: u64,
@@ -60,7 +60,7 @@ pub struct StepInputs<'a> {
 #[derive(Clone, Debug)]
 pub struct Segments {
     pub context_parallel: Arc<ContextParallel<'static>>,
-    /// Bytes of their lists, beside those of a micro-batch on one rank.
+    /// Bytes of their lists, on top of a micro-batch on one rank.
     pub lists: u64,
 }
 
@@ -74,14 +74,14 @@ impl Segments {
     ) -> (Tokens, Self) {
         let (own, context_parallel) = t.split(ranks);
         let windows: BTreeSet<Option<usize>> = windows.into_iter().collect();
-        // on the host: the whole micro-batch, and which tokens and targets are of this rank
+        // on the host: the whole micro-batch, and indices of this rank's tokens and targets
         let host = if cuda { 0 } else { 16 * t.tokens + 12 * t.targets + 4 * own.tokens + 12 * own.targets };
         let lists = context_parallel.bytes(windows, cuda) as u64 + host;
         (own, Self { context_parallel: Arc::new(context_parallel), lists })
     }
 }
 
-/// Generation from the longest prompt, and its key-value cache.
+/// Generation from the longest prompt, with key-value cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Answers {
     /// Prompt tokens processed at a time.
@@ -100,7 +100,7 @@ impl Answers {
     }
 }
 
-/// Bytes at a visit's peak, the list of allocations, and its cost.
+/// Peak bytes, allocations and cost of a visit.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Usage {
     pub(super) bytes: Bytes,
@@ -165,7 +165,7 @@ impl BackwardVisit {
     }
 }
 
-/// Attention of a layer that has it.
+/// Attention of a layer, if any.
 pub(super) fn attention_of(layer: &Layer) -> Option<&Attention> {
     match &layer.attn {
         Mixer::Attention(a) => Some(a),
@@ -179,7 +179,7 @@ impl StepInputs<'_> {
     }
 
     /// Whether gradients of a table shared by the first and last stage are allocated throughout a step. The last stage
-    /// has them from the head on; the first only if its first backward pass is followed by others.
+    /// has them from the head on; the first only if a step has further backward passes.
     pub(super) fn keeps_ends(&self) -> bool {
         self.shape.units.has_head() || self.more
     }
@@ -245,7 +245,7 @@ impl StepInputs<'_> {
         inputs.and_then(|i| i.table.dims().last().copied()).unwrap_or(0)
     }
 
-    /// Bytes that a micro-batch hands from the embedding to all layers from the lowest here on.
+    /// Bytes handed by a micro-batch from the embedding to all layers from the lowest here on.
     pub(super) fn input_bytes(&self, t: Tokens) -> u64 {
         let (layers, first) = (self.shape.of.len(), self.shape.units.own_layers().start);
         let width = self.layer_inputs() / layers.max(1) * (layers - first.min(layers));
@@ -263,8 +263,8 @@ impl StepInputs<'_> {
         batch.context.for_pass(&self.shared_state(Some(layer), t, attended), None)
     }
 
-    /// State between the layers at a layer of a micro-batch with keys of `attended` tokens, which
-    /// [`super::simulation`] counts.
+    /// State between the layers at a layer of a micro-batch with keys of `attended` tokens, counted by
+    /// [`super::simulation`].
     fn shared_state(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<SharedState> {
         let (s, rows) = (self.shape, t.tokens as usize);
         let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&s.ledger, shape, s.dtype));

@@ -14,7 +14,7 @@ use std::path::Path;
 pub struct Target {
     /// CUDA instead of CPU.
     pub cuda: bool,
-    /// Model of the card, as [`crate::card`] or its driver names it, if it is known.
+    /// Model of the card, as named by [`crate::card`] or the driver, if known.
     pub card: Option<&'static str>,
 }
 
@@ -52,7 +52,7 @@ pub fn stored(machine: Machine, recipe: &Recipe, config: &Config, dir: Option<&P
     }
 }
 
-/// Quantization of the decoder linears: `asked` by the recipe, or that of a checkpoint in 4 bits.
+/// Quantization of the decoder linears: NF4 for a checkpoint of bitsandbytes, else `asked`, the recipe's.
 pub fn quantization(config: &Config, asked: Quantize) -> Quantize {
     if config.is_bitsandbytes() { Quantize::Nf4 } else { asked }
 }

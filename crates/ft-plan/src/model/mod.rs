@@ -1,4 +1,4 @@
-//! Config of a model, and the machine that runs it.
+//! Config of a model, and the target machine.
 
 mod machine;
 pub mod source;

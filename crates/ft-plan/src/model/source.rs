@@ -12,8 +12,8 @@ macro_rules! builtin {
     };
 }
 
-/// Published configs of common models, so that their recipes plan offline. Fields without effect on
-/// memory (initialization, zero dropout) are left out; names on one line share one config.
+/// Published configs of common models, to plan their recipes offline. Fields without effect on memory (initialization,
+/// zero dropout) are left out; names on one line share one config.
 const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"] => "qwen3-0.6b",
     &["Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"] => "qwen3-1.7b",
@@ -50,8 +50,7 @@ pub fn builtin(id: &str) -> Option<(&'static str, &'static str)> {
     BUILTIN.iter().find(|(ids, ..)| ids.contains(&id)).map(|(_, file, text)| (*file, *text))
 }
 
-/// Built-in config of a recipe's model with the recipe's overrides, and its name; `None` if there is
-/// none.
+/// Built-in config of a recipe's model with the recipe's overrides, and the config's name; `None` without one.
 ///
 /// # Errors
 /// Invalid overrides.
@@ -74,8 +73,7 @@ pub struct Found {
     pub dir: Option<PathBuf>,
     /// Whether the weights are already on this machine.
     pub weights: bool,
-    /// Warnings: keys of the config that are unknown or without effect, modules named by `[[train]]` rules but absent
-    /// from the model.
+    /// Warnings: config keys unknown or without effect, modules named by `[[train]]` rules but absent from the model.
     pub notes: Vec<String>,
 }
 
@@ -130,7 +128,7 @@ mod tests {
     use super::*;
     use ft_engine::model::modules::parameters;
 
-    /// Parameter counts from the model cards; of Qwen3.5 those of the text model.
+    /// Parameter counts from the model cards, for Qwen3.5 of the text model.
     #[test]
     fn built_in_configs_have_the_published_sizes() -> anyhow::Result<()> {
         for (id, billions) in [

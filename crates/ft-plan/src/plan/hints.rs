@@ -42,8 +42,7 @@ impl Change {
 type Kind = Vec<Change>;
 
 impl Plan {
-    /// Adds hints to a plan over its device's budget, and to one with cut matrices; `room` has the machine's host
-    /// memory.
+    /// Adds hints to a plan over the device budget, and to one with cut matrices; `room` has the machine's host memory.
     pub fn advise(&mut self, i: &Inputs<'_>, room: &Capacity<'_>) {
         self.hints.extend(fewer_bytes(self, i, room));
         if self.fits_device() {
@@ -68,7 +67,7 @@ impl Plan {
     }
 }
 
-/// The first change of a kind with which the run fits.
+/// The mildest sufficient change of a kind.
 fn first(kind: &Kind, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint> {
     let (last, others) = kind.split_last()?;
     let strongest = hint(last, plan, i, room)?;
@@ -128,7 +127,7 @@ fn fewer_bytes(plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint>
     Some(Hint { set: change.set, text, total })
 }
 
-/// Shipped recipes of the same model that fit, with the data of this one; those that train alike come first.
+/// Fitting shipped recipes of the same model, with the data of this one; recipes alike in training come first.
 fn shipped(i: &Inputs<'_>, room: &Capacity<'_>) -> Vec<Hint> {
     let ours = i.recipe;
     let mut out = Vec::new();
@@ -152,7 +151,7 @@ fn shipped(i: &Inputs<'_>, room: &Capacity<'_>) -> Vec<Hint> {
     out.into_iter().map(|(_, hint)| hint).collect()
 }
 
-/// The changes tried, by kind: first those with the same results, last more devices.
+/// The changes tried, by kind: result-preserving ones first, more devices last.
 fn kinds(i: &Inputs<'_>) -> Vec<Kind> {
     let (r, m) = (i.recipe, i.machine);
     let any = |sets: &[&str], cost| vec![Change::new(sets.iter().map(|s| s.to_string()), cost)];
@@ -162,7 +161,7 @@ fn kinds(i: &Inputs<'_>) -> Vec<Kind> {
     let small = ["optimizer.name=adamw8bit".to_string()];
     let offload = |what: &[Offload], cost| only(offload(r, what, cost), m.cuda);
     let [states, weights, inputs] = [Offload::Optimizer, Offload::Params, Offload::Activations];
-    // a run refuses an adapter of another rank, and one with parts that no rule trains
+    // a run refuses an adapter of another rank, and one with parts trained by no rule
     let continues = r.lora.init.adapter().is_some();
     let in_16_bits = m.cuda || !m.computes_in_f32();
     vec![
@@ -257,7 +256,7 @@ fn lower_rank(r: &Recipe) -> Kind {
     lower.map(change).collect()
 }
 
-/// LoRA in place of what trains in full; norms, which have no LoRA, stay frozen.
+/// LoRA in place of training in full; norms have none and stay frozen.
 fn without_full(r: &Recipe) -> Kind {
     let mut set = Vec::new();
     for k in rules(r, Method::Full) {

@@ -38,7 +38,7 @@ impl Plan {
     fn of_stages(i: &Inputs<'_>, kinds: &[Prepared<'_>]) -> ft_base::Result<Self> {
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
         let mut decisions = kinds.iter().map(choose).collect::<candle_core::Result<Vec<_>>>()?;
-        // All stages run micro-batches of the same rows: those of the stage with the least room for them.
+        // All stages run micro-batches of equally many rows, limited by the stage with the least room.
         let rows = decisions.iter().map(|d| d.execution.micro_rows).min().unwrap_or(1);
         for (prepared, decision) in kinds.iter().zip(&mut decisions) {
             if decision.execution.micro_rows > rows {
@@ -133,7 +133,7 @@ impl Plan {
     }
 }
 
-/// Distinct kinds of pipeline stages, and the index of its kind for every stage.
+/// Distinct kinds of pipeline stages, and every stage's index among them.
 fn stages<'a>(i: &'a Inputs<'a>) -> ft_base::Result<(Vec<Prepared<'a>>, Vec<usize>)> {
     let p = &i.recipe.parallel;
     let (mut kinds, mut which) = (vec![Prepared::new(i, 0)?], vec![0]);

@@ -1,4 +1,4 @@
-//! Memory plan of a rank, and changes for a run that does not fit.
+//! Memory plan of a rank, and changes to make a run fit.
 
 pub(crate) mod hints;
 mod make;

@@ -25,8 +25,8 @@ pub struct Plan {
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
-    /// Bytes of `wire` that are exchanged within passes: keys and values over parts of the same rows, rows of experts,
-    /// hidden states of other stages, tokens around cut matrices, and their gradients.
+    /// Bytes of `wire` exchanged within passes: keys and values over parts of the same rows, rows of experts, hidden
+    /// states of other stages, tokens around cut matrices, and their gradients.
     pub exchanged: u64,
     pub machine: Machine,
     /// Parameters of the model, and trainable ones.
@@ -41,8 +41,8 @@ pub struct Plan {
     pub space: HostPlan,
     /// The inference server of `serve.devices`; `space` includes its host memory.
     pub server: Option<Server>,
-    /// Frozen matrices whose products are in 8-bit floats, and all of attention and dense feed-forward blocks; `None`
-    /// if products are in the compute dtype.
+    /// Frozen matrices of attention and dense feed-forward blocks: number with products in 8-bit floats, and number in
+    /// all; `None` if products are in the compute dtype.
     pub fp8: Option<(usize, usize)>,
     /// Whether the model is a mixture of experts.
     pub mixture: bool,
@@ -78,16 +78,16 @@ pub struct Plan {
     pub hints: Vec<Hint>,
 }
 
-/// The stage of a pipeline that needs the most, and the time that stages wait.
+/// The stage of a pipeline with the highest need of memory, and the waiting time of stages.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Pipelined {
-    /// Layers of each stage, from the bottom.
+    /// Layers by stage, from the bottom.
     pub stages: Vec<usize>,
-    /// The planned stage, which needs the most memory.
+    /// The planned stage, the one with the most memory.
     pub stage: usize,
     /// Micro-batches between their forward and their backward pass on it.
     pub in_flight: u64,
-    /// Share of a step in which a stage waits.
+    /// Waiting time of a stage, as a share of a step.
     pub bubble: f64,
     /// Micro-batches of a step with a bubble of 10%.
     pub for_a_tenth: u64,
@@ -107,7 +107,7 @@ impl Pipelined {
         })
     }
 
-    /// The stages, and the bubble of a step of so many micro-batches, in words.
+    /// The stages, and the bubble of a step of `micros` micro-batches, in words.
     pub fn words(&self, micros: u64) -> String {
         let counts = self.stages.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
         let enough = match micros >= self.for_a_tenth {
@@ -129,7 +129,7 @@ impl Pipelined {
 pub struct Hint {
     /// Settings in command-line form, e.g. `run.micro_rows=1`.
     pub set: Vec<String>,
-    /// The change in words, with its device peak and cost.
+    /// The change in words, with device peak and cost.
     pub text: String,
     /// Device peak in bytes after the change.
     pub total: u64,
@@ -165,7 +165,7 @@ impl Plan {
         Some((search::reserve(self.machine, budget), budget.saturating_sub(self.total())))
     }
 
-    /// The largest component of the device peak, with its size.
+    /// Name and size of the device peak's largest component.
     pub(crate) fn most(&self) -> String {
         let most = self.peak.bytes.iter().max_by_key(|(_, b)| *b);
         most.map_or_else(String::new, |(c, b)| format!("{}, {}", c.label(), bytes(b)))
@@ -186,7 +186,7 @@ impl Plan {
         self.server.as_ref().is_none_or(Server::fits)
     }
 
-    /// Records available host memory, disk space and shared memory, and adds hints for what lacks room.
+    /// Records available host memory, disk space and shared memory, and adds hints for shortages.
     pub fn look(&mut self, r: &Recipe, room: &Capacity<'_>) {
         let total = self.total();
         self.space.look(r, self.machine, total, room);

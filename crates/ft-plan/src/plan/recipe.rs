@@ -9,7 +9,7 @@ use crate::time::actions::Actions;
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
-/// Plans a recipe from its model's config alone, as `ft plan` does.
+/// Plans a recipe from the model's config alone, as `ft plan` does.
 ///
 /// # Errors
 /// An unknown or unsupported model, a rule without matches, an unreadable adapter.
@@ -32,7 +32,7 @@ pub fn of_recipe_in(
     Ok((plan, model.found))
 }
 
-/// The model of a recipe, as far as it is known without weights.
+/// The model of a recipe, as far as known without weights.
 pub(crate) struct Model {
     pub found: source::Found,
     pub resolved: Resolved,
@@ -89,7 +89,7 @@ impl Model {
         )
     }
 
-    /// The whole plan of the recipe that the model was found for.
+    /// The whole plan of the recipe behind this model.
     fn advised(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
         let workloads = self.workloads();
         let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
@@ -105,8 +105,8 @@ impl Model {
         Ok(plan)
     }
 
-    /// The plan of a recipe that selects the same modules of the same model, against the memory of device and host, and
-    /// its lists of actions if it fits. Recipes differ in `parallel` and `run.micro_rows` alone.
+    /// The plan of a recipe with the same selection of the same model, against the memory of device and host, and the
+    /// lists of actions if it fits. Recipes differ in `parallel` and `run.micro_rows` alone.
     pub fn plan(
         &self,
         recipe: &Recipe,
@@ -122,7 +122,7 @@ impl Model {
         Ok((plan, actions.filter(|_| fits)))
     }
 
-    /// Work of a row of the largest micro-batch with nothing recomputed, and the rows of that.
+    /// Work of a row of the largest micro-batch with nothing recomputed, and the micro-batch's rows.
     pub fn least_work(
         &self,
         recipe: &Recipe,

@@ -1,4 +1,4 @@
-//! A plan as text, as JSON, and as the error of a run that does not fit.
+//! A plan as text, as JSON, and as the refusal of a run.
 
 mod json;
 mod place;

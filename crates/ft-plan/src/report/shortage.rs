@@ -1,4 +1,4 @@
-//! Errors of runs that do not fit.
+//! Refusals of runs for lack of memory or disk space.
 
 use super::place;
 use crate::error::Error;
@@ -7,7 +7,7 @@ use crate::units::bytes;
 use std::fmt::Write;
 
 impl Plan {
-    /// Error for a run that does not fit, with hints.
+    /// Refusal of the run, with hints.
     pub fn refusal(&self) -> Error {
         let mut s = self.lacks();
         for h in &self.hints {
@@ -16,7 +16,7 @@ impl Plan {
         Error::DoesNotFit(s)
     }
 
-    /// Error for a run that does not fit, without hints.
+    /// Refusal of the run, without hints.
     pub fn verdict(&self) -> Error {
         Error::DoesNotFit(self.lacks())
     }

@@ -32,7 +32,7 @@ impl Plan {
         s
     }
 
-    /// The whole plan, with the reasons of each choice.
+    /// The whole plan, with the reasons of all choices.
     pub fn details(&self, range: Option<Range>) -> String {
         let mut s = String::new();
         let _ = self.write_data(&mut s);
@@ -42,7 +42,7 @@ impl Plan {
         s
     }
 
-    /// The verdict in one line, with what it comes from.
+    /// The verdict in one line, with the figures behind it.
     pub fn headline(&self) -> String {
         let (card, total) = (if self.machine.cuda { "CUDA card" } else { "CPU" }, bytes(self.total()));
         let device = match (self.ranks, self.machine.cuda) {
@@ -110,7 +110,7 @@ impl Plan {
         }
     }
 
-    /// Time of the pass of the reference, from that of a step.
+    /// Time of the reference's pass, from the time of a step.
     pub(super) fn reference_time(&self, step: Option<Range>) -> Option<Range> {
         let part = self.reference.as_ref()?.work? / self.step_work();
         step.map(|r| Range { low: r.low * part, high: r.high * part, ..r })
@@ -128,7 +128,7 @@ impl Plan {
         writeln!(s, "reference   one pass over {samples} before training{time}{kept}{alone}")
     }
 
-    /// Products of 8-bit floats, if there are any.
+    /// Products of 8-bit floats, if any.
     fn write_products(&self, s: &mut String) -> fmt::Result {
         let Some((of, all)) = self.fp8 else { return Ok(()) };
         let others = match all - of {
@@ -298,7 +298,7 @@ impl Plan {
     }
 }
 
-/// `a of b`, with the unit once if it is the same.
+/// `a of b`, with a common unit written once.
 fn of_all(a: &str, b: &str) -> String {
     match (a.split_once(' '), b.split_once(' ')) {
         (Some((number, unit)), Some((_, same))) if unit == same => format!("{number} of {b}"),

@@ -9,7 +9,7 @@ use ft_engine::model::layer::Level;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use ft_recipe::{Offload, Recipe, Recompute};
 
-/// Tokens of a micro-batch beyond which larger ones save no relevant time.
+/// Tokens of a micro-batch; larger ones save no relevant time.
 const ENOUGH_TOKENS: u64 = 1 << 16;
 
 /// Largest number of micro-batch sizes compared.
@@ -38,7 +38,7 @@ pub(super) struct SearchSpace {
 impl SearchSpace {
     pub(super) fn of(p: &Prepared<'_>) -> Self {
         let (r, walked) = (p.inputs.recipe, p.shape.walked());
-        // without a budget there is nothing to search for
+        // nothing to search for without a budget
         let known = p.inputs.budget.is_some();
         let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::None, walked)]];
         let recompute = match r.memory.recompute {
@@ -89,7 +89,7 @@ fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
     Level::ALL.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
 }
 
-/// Rows of a micro-batch beyond which larger ones save no relevant time.
+/// Rows of a micro-batch; larger ones save no relevant time.
 pub(super) fn enough_rows(r: &Recipe) -> usize {
     (ENOUGH_TOKENS / (r.data.max_length as u64).max(1)).max(1) as usize
 }
@@ -112,8 +112,7 @@ pub(super) struct BatchSize<'p> {
 }
 
 impl<'p> BatchSize<'p> {
-    /// `whole` is a micro-batch of `largest` rows, scaled down so that all sizes are compared on the same
-    /// tokens.
+    /// `whole` is a micro-batch of `largest` rows, scaled down to compare all sizes on the same tokens.
     pub(super) fn new(
         p: &'p Prepared<'_>,
         open: &SearchSpace,

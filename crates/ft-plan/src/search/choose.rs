@@ -1,4 +1,4 @@
-//! Search for the fastest execution that fits the budget, by the plan's own cost model.
+//! Search for the fastest execution within the budget, by the plan's own cost model.
 //!
 //! Five settings are open: recompute level of the layers, place of the recomputed layers' inputs,
 //! dequantization of 4-bit weights, logit chunk size, and micro-batch rows if `run.micro_rows` is
@@ -101,7 +101,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// Work of a row of the largest micro-batch with nothing recomputed, and the rows of that.
+/// Work of a row of the largest micro-batch with nothing recomputed, and the micro-batch's rows.
 pub fn least_work(i: &Inputs<'_>) -> ft_base::Result<(f64, usize)> {
     let p = Prepared::new(i, 0)?;
     let space = SearchSpace::of(&p);
@@ -112,13 +112,12 @@ pub fn least_work(i: &Inputs<'_>) -> ft_base::Result<(f64, usize)> {
     Ok(((work.flops() + work.attention) / rows as f64, rows.max(enough_rows(i.recipe))))
 }
 
-/// Takes the fastest combination that fits and leaves the reserve free; if none does, the one with the
-/// smallest peak.
+/// Takes the fastest combination within the budget less the reserve, else the one with the smallest peak.
 pub fn choose(p: &Prepared<'_>) -> Result<SearchResult> {
     search(p, SearchSpace::of(p))
 }
 
-/// As [`choose`], with micro-batches of so many rows.
+/// As [`choose`], with micro-batches of `rows` rows.
 pub fn choose_with_rows(p: &Prepared<'_>, rows: usize) -> Result<SearchResult> {
     search(p, SearchSpace { rows: vec![rows], ..SearchSpace::of(p) })
 }
@@ -185,8 +184,7 @@ mod tests {
     use ft_recipe::Recipe;
     use std::path::Path;
 
-    /// The search goes by halves through lists of ever smaller memory: at every budget it takes what a search through
-    /// all of them takes.
+    /// The search by halves through lists of ever smaller memory agrees with an exhaustive search at every budget.
     #[test]
     fn search_by_halves_finds_the_best_of_all_combinations() -> ft_base::Result<()> {
         for (name, gib) in

@@ -1,4 +1,4 @@
-//! Search for the fastest execution that fits.
+//! Search for the fastest fitting execution.
 
 mod candidates;
 mod choose;

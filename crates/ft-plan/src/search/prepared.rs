@@ -1,4 +1,4 @@
-//! Inputs of a plan, and its state independent of the search.
+//! Inputs of a plan, and state independent of the search.
 
 use crate::error::Error;
 use crate::host::sum;
@@ -42,13 +42,14 @@ pub struct Inputs<'a> {
     pub workloads: &'a Workloads<'a>,
     /// Usable device bytes of a rank, if known.
     pub budget: Option<u64>,
-    /// Usable host bytes of a rank besides its CUDA device, if known.
+    /// Usable host bytes of a rank besides the CUDA device, if known.
     pub host: Option<u64>,
-    /// Models of layouts that were planned before, for the same recipe but for `parallel`.
+    /// Models of layouts planned before, for the same recipe but for `parallel`.
     pub known: Option<&'a KnownModels>,
 }
 
-/// Models and states by layout: ranks of a stage, those along the axes that cut, ZeRO stage, pipeline stage.
+/// Models and states by layout: ranks of a stage, stages, ranks that cut matrices, ranks of experts, ZeRO stage,
+/// pipeline stage.
 #[derive(Default)]
 pub struct KnownModels(RefCell<BTreeMap<[usize; 6], StageModel>>);
 
@@ -68,7 +69,7 @@ impl<'a> Prepared<'a> {
     /// Builds the shape-only model of a pipeline stage, and the static bytes.
     ///
     /// # Errors
-    /// Inconsistent sizes; stages that do not divide the layers.
+    /// Inconsistent sizes; stages not dividing the layers.
     pub fn new(inputs: &'a Inputs<'a>, stage: usize) -> ft_base::Result<Self> {
         let p = &inputs.recipe.parallel;
         let key = [p.stage() as usize, p.pipeline, p.tensor, p.expert, p.zero.into(), stage];
@@ -222,7 +223,7 @@ impl<'a> Prepared<'a> {
         Simulation::new(run, heads)
     }
 
-    /// Micro-batches of a step on a rank, with so many rows each.
+    /// Micro-batches of `micro_rows` rows in a step of a rank.
     pub fn micro_batches(&self, micro_rows: usize) -> u64 {
         let r = self.inputs.recipe;
         r.run.batch_rows.div_ceil((micro_rows * r.parallel.data).max(1)) as u64
@@ -246,8 +247,7 @@ impl<'a> Prepared<'a> {
         1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
     }
 
-    /// Bytes of hidden states that a rank receives from the stage below, and of gradients from the one above, per
-    /// micro-batch.
+    /// Received bytes of hidden states from the stage below and of gradients from the one above, per micro-batch.
     fn passed(&self, w: &Workload) -> [u64; 2] {
         let (s, tokens) = (&self.shape, self.tokens(w.train));
         let rows = Rows { own: tokens as usize, attended: self.part(w.train).0.tokens as usize };
@@ -265,8 +265,8 @@ impl<'a> Prepared<'a> {
         StageBoundary::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))
     }
 
-    /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
-    /// hidden states of other stages, tokens and sums of cut matrices.
+    /// Bytes received by a rank within passes, per micro-batch: keys and values over segments, rows of experts, hidden
+    /// states of other stages, tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
         let [up, down] = self.passed(w);
@@ -279,7 +279,7 @@ impl<'a> Prepared<'a> {
         Ok(passed + run.wire(settings) + estimate)
     }
 
-    /// Whether each micro-batch of a step comes with a forward pass for KTO's estimate.
+    /// Whether micro-batches come with a forward pass for KTO's estimate.
     fn estimates(&self) -> bool {
         self.inputs.recipe.task == Task::Kto
     }

@@ -27,7 +27,7 @@ pub(super) struct Explanation<'a, 'p> {
     pub(super) chosen: Scored,
     /// Whether the choice fits and leaves the reserve free.
     pub(super) fits: bool,
-    /// Rows of the smallest micro-batch that did not fit.
+    /// Rows of the smallest micro-batch over budget.
     pub(super) too_large: Option<usize>,
     /// Least work per row among fitting combinations with inputs on the device.
     pub(super) without: Option<f64>,

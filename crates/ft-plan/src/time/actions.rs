@@ -1,4 +1,4 @@
-//! A step as lists of actions: the arithmetic and the transfers of each stage, by visit.
+//! A step as lists of actions: arithmetic and transfers by stage and visit.
 
 use ft_engine::ranks::{Axis, Mesh};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 pub enum Kind {
     /// Weights or sums of all members.
     Gather,
-    /// Gradients of all members, which are added.
+    /// Gradients of all members, to be added.
     Sum,
     /// Activations within a layer.
     Exchange,
@@ -30,11 +30,11 @@ pub struct Transfer {
 pub struct VisitActions {
     /// Work in FLOPs of a large product.
     pub work: f64,
-    /// Weights that are gathered for it, during the visit before.
+    /// Weights gathered for it, during the visit before.
     pub gathers: Vec<Transfer>,
     /// Exchanges in its middle.
     pub exchanges: Vec<Transfer>,
-    /// Gradients that are summed after it, during the next visit: parts, then the sums of all ranks.
+    /// Gradients summed after it, during the next visit: parts, then the sums of all ranks.
     pub sums: [Vec<Transfer>; 2],
 }
 
@@ -45,7 +45,7 @@ pub struct StageActions {
     pub up: Vec<VisitActions>,
     /// Backward pass of a micro-batch.
     pub down: Vec<VisitActions>,
-    /// Bytes that come from the stage below and from the one above, for a micro-batch.
+    /// Bytes from the stage below and from the one above, for a micro-batch.
     pub passed: [f64; 2],
     /// Work of the update, and transfers after the last micro-batch.
     pub update: (f64, Vec<Transfer>),

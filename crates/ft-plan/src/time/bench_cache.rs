@@ -23,10 +23,10 @@ impl BenchCache {
         figures.find(|(name, figure)| accepts(name, figure)).map(|(_, figure)| figure)
     }
 
-    /// Stores a figure and returns the file, or `None` without a cache folder. A file that cannot be read is replaced.
+    /// Stores a figure and returns the file, or `None` without a cache folder. An unreadable file is replaced.
     ///
     /// # Errors
-    /// A cache folder or file that cannot be written.
+    /// An unwritable cache folder or file.
     pub fn save(&self, key: &str, figure: &impl Serialize) -> Result<Option<PathBuf>, store::Error> {
         self.path().map(|path| insert(&path, key, figure).map(|()| path)).transpose()
     }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 const LINKS: BenchCache = BenchCache("links.json");
 
-/// Classes of links by name, with the name in words and the assumed bytes a second that a device receives.
+/// Classes of links by name, with the name in words and the assumed bytes a second received by a device.
 pub const CLASSES: [(&str, &str, f64); 4] =
     [("nvlink", "NVLink", 200e9), ("ib", "InfiniBand", 50e9), ("pcie", "PCIe", 20e9), ("tcp", "TCP", 1e9)];
 const INFINIBAND: (&str, &str, f64) = CLASSES[1];
@@ -27,13 +27,13 @@ const MACHINE: usize = 8;
 /// A link between ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Bytes a second that a rank receives while all gather.
+    /// Bytes a second received by a rank while all gather.
     pub gather: f64,
     /// The same while all sum.
     pub sum: f64,
     /// The same while neighbors exchange in pairs.
     pub exchange: f64,
-    /// Seconds of a collective without bytes, and of each member beyond the second.
+    /// Seconds of a collective without bytes, and per member beyond the second.
     pub call: [f64; 2],
     /// Source of all.
     pub source: String,
@@ -60,7 +60,7 @@ impl Link {
     /// Stores a measured link of such devices and returns the file, or `None` without a cache folder.
     ///
     /// # Errors
-    /// A cache folder or file that cannot be written.
+    /// An unwritable cache folder or file.
     pub fn save(self, target: Target) -> Result<Option<PathBuf>, store::Error> {
         LINKS.save(&key(target), &self)
     }
@@ -87,13 +87,13 @@ fn key(target: Target) -> String {
 pub struct Network {
     /// Links between the devices of a machine.
     pub within: Link,
-    /// Links of a device to those of other machines, all of which may be used at once.
+    /// Links of a device to devices of other machines, all usable at once.
     pub between: Link,
     /// Devices of a machine.
     pub machine: usize,
 }
 
-/// Number of ranks of a group, and of those on the machine of one of them.
+/// Ranks of a group in all, and on the machine of one member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Members {
     pub all: usize,
@@ -101,8 +101,9 @@ pub struct Members {
 }
 
 impl Network {
-    /// Links of these classes, or without names those measured for such devices, else PCIe, and InfiniBand between
-    /// machines of 8 cards, or of so many. The ranks of a CPU are of one machine.
+    /// Links of the named classes. Without names: measured links of such devices, else PCIe, within a machine;
+    /// InfiniBand between machines. A machine has `machine` cards, 8 if not given. The ranks of a CPU are of one
+    /// machine.
     pub fn find(target: Target, within: Option<&str>, between: Option<&str>, machine: Option<usize>) -> Self {
         let within = Link::find(within, target);
         let between = Link::named(between).unwrap_or_else(|| Link::of_class(INFINIBAND));
@@ -116,7 +117,7 @@ impl Network {
         Members { all: all.len(), near }
     }
 
-    /// Bytes of a transfer that come from the same machine, and from others.
+    /// Bytes of a transfer from the same machine, and from other machines.
     pub fn parts(&self, bytes: f64, m: Members) -> [f64; 2] {
         let others = m.all.saturating_sub(1).max(1) as f64;
         let near = bytes * m.near.saturating_sub(1) as f64 / others;

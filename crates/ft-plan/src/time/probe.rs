@@ -1,6 +1,6 @@
 //! Rates of a CUDA card, measured on it by `ft bench --probe`, or by a run at its first start on the card.
 //!
-//! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of its
+//! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of the
 //! data sheet, in the cost model (`CostModel`) and for the time of a step.
 
 use super::bench_cache::{BenchCache, entries};
@@ -18,19 +18,19 @@ const PROBES: BenchCache = BenchCache("probes.json");
 pub struct CardRates {
     /// Floating-point operations per second of a large product.
     pub products: f64,
-    /// Those of attention, forward and backward, as the plan counts them.
+    /// The same of attention, forward and backward, as counted by the plan.
     pub attention: [f64; 2],
-    /// Those of grouped products with experts in 4 bits, without the time to dequantize these.
+    /// The same of grouped products with experts in 4 bits, without dequantization.
     pub grouped: f64,
-    /// Values per second of a 4-bit matrix that is dequantized.
+    /// Dequantized values of a 4-bit matrix per second.
     pub dequantize: f64,
-    /// Time of a product of 8-bit floats with its casts, as a share of that in bf16; `None` on cards without.
+    /// Time of a product of 8-bit floats with casts, as a share of the time in bf16; `None` on cards without.
     pub fp8: Option<f64>,
     /// Bytes read plus written per second by a large copy.
     pub copy: f64,
     /// Bytes per second from the host: page-locked, and pageable.
     pub crossing: [f64; 2],
-    /// Seconds of an operation that computes next to nothing.
+    /// Seconds of a nearly empty operation.
     pub launch: f64,
 }
 
@@ -46,7 +46,7 @@ impl CardRates {
 /// Rates with their circumstances. A run measures anew after a change of any but the date.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Probe {
-    /// Name of the device as its driver gives it.
+    /// Name of the device, from the driver.
     pub device: String,
     /// CUDA version of the driver, such as 13000.
     pub driver: i32,
@@ -63,7 +63,7 @@ impl Probe {
         day(&self.date)
     }
 
-    /// The device, and the day on which it was measured.
+    /// The device, and the day of the measurement.
     pub fn words(&self) -> String {
         format!("measured on {} on {}", self.device, self.day())
     }
@@ -74,15 +74,14 @@ pub fn day(date: &str) -> &str {
     date.split('T').next().unwrap_or_default()
 }
 
-/// Probes that this process has looked up or measured. A plan asks again for each of its candidates, and must get the
-/// same answer.
+/// Probes looked up or measured by this process. A plan asks again for every candidate, and must get the same answer.
 static KNOWN: Mutex<BTreeMap<&'static str, Option<&'static Probe>>> = Mutex::new(BTreeMap::new());
 
 fn known() -> MutexGuard<'static, BTreeMap<&'static str, Option<&'static Probe>>> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The probe of a card, by its name in [`ft_kernels::Machine`], if there is one. Warns of a file that cannot be read.
+/// The probe of a card, by name in [`ft_kernels::Machine`], if any. Warns of an unreadable file.
 pub fn find(card: &'static str) -> Option<&'static Probe> {
     *known().entry(card).or_insert_with(|| {
         let path = PROBES.path()?;
@@ -103,11 +102,11 @@ pub fn take(card: &'static str, probe: Probe) {
     known().insert(card, Some(Box::leak(Box::new(probe))));
 }
 
-/// Stores a probe for later plans and returns the file, or `None` without a cache folder. A file that cannot be read is
+/// Stores a probe for later plans and returns the file, or `None` without a cache folder. An unreadable file is
 /// replaced.
 ///
 /// # Errors
-/// A cache folder or file that cannot be written.
+/// An unwritable cache folder or file.
 pub fn save(card: &str, probe: &Probe) -> Result<Option<PathBuf>, store::Error> {
     PROBES.save(card, probe)
 }
@@ -118,7 +117,7 @@ fn read(path: &Path, card: &str) -> Result<Option<Probe>, String> {
     if probe.rates.are_sound() { Ok(Some(probe)) } else { Err("a rate is not a positive number".into()) }
 }
 
-/// A text for the life of the process, which meets few: a driver's name of a card that is in no table, as a name of
+/// A text for the life of the process, one of few: a driver's name of a card in no table, as a name of
 /// [`ft_kernels::Machine`], or a day.
 pub fn named(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
@@ -193,7 +192,7 @@ mod tests {
             insert(&path, "A", &probe)?;
             assert_eq!(read(&path, "A"), Ok(Some(probe.clone())), "{text}");
         }
-        // Entries that another version of ft wrote stay.
+        // Entries of other versions of ft stay.
         std::fs::write(&path, "{\"B\": {\"device\": \"x\"}}")?;
         insert(&path, "A", &probe)?;
         assert!(entries(&path).is_ok_and(|all| all["B"]["device"] == "x"));

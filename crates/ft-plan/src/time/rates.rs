@@ -11,19 +11,19 @@ use std::path::PathBuf;
 const RATES: BenchCache = BenchCache("rates.json");
 
 /// Relative uncertainty of a step time predicted from measured rates, of steps or of a card's probe; plans print a
-/// range of ±30%. Seven recipes on an H200 were within it by its probe (docs/lab/gpu.md).
+/// range of ±30%. Seven recipes on an H200 were within it by the card's probe (docs/lab/gpu.md).
 const SPREAD: f64 = 0.3;
 
 /// The same from a data sheet, or from steps of another family.
 const SHEET_SPREAD: f64 = 0.4;
 
-/// Share of a data sheet's products that cuBLAS reaches at the sizes of a layer. Published for H100 (0.66), A6000
-/// (0.74) and L40S (0.54); assumed for the others.
+/// Share of a data sheet's products reached by cuBLAS at the sizes of a layer. Published for H100 (0.66), A6000 (0.74)
+/// and L40S (0.54); assumed for the others.
 const PRODUCTS_SHARE: f64 = 0.65;
 /// The same of cards with products of warp groups: products of a layer of an 8B model, 4,096 tokens, on an H200.
 const HOPPER_SHARE: f64 = 0.78;
 
-/// Share of a data sheet's memory rate that a large copy reaches.
+/// Share of a data sheet's memory rate reached by a large copy.
 pub const MEMORY_SHARE: f64 = 0.8;
 
 /// Throughput of one kind of device and dtype with models of one family.
@@ -34,7 +34,7 @@ pub struct Rate {
     /// Time of the measurement, UTC, as in RFC 3339; `None` in files of earlier versions.
     #[serde(default)]
     pub date: Option<String>,
-    /// Date of the probe in whose units `step` is; `None` without one. Set by [`save`].
+    /// Date of the probe behind the units of `step`; `None` without one. Set by [`save`].
     #[serde(default)]
     pub probed: Option<String>,
 }
@@ -57,7 +57,7 @@ pub struct Range {
 /// Origin of the rate of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
-    /// A step that `ft bench` measured on this day (empty if unknown) on such a machine, of a model of the same family.
+    /// A step measured by `ft bench` on this day (empty if unknown) on such a machine, of a model of the same family.
     Measured(&'static str),
     /// The same of a model of another family.
     OtherFamily(&'static str),
@@ -82,7 +82,7 @@ impl Source {
     }
 }
 
-/// Name of a machine's rates, to which the family's is added.
+/// Name of a machine's rates, without the family.
 fn key(m: Machine) -> String {
     let width = match (m.computes_in_f32(), m.fp8) {
         (true, _) => "f32",
@@ -96,7 +96,7 @@ fn key(m: Machine) -> String {
     }
 }
 
-/// The probe of the machine's card, if there is one and the machine computes in a half precision.
+/// The probe of the machine's card, if any, for arithmetic in a half precision.
 pub fn probe_of(m: Machine) -> Option<&'static Probe> {
     m.card.filter(|_| m.cuda && !m.computes_in_f32()).and_then(probe::find)
 }
@@ -126,7 +126,7 @@ fn find_other(m: Machine) -> Option<Rate> {
 /// Stores a measured rate and returns the file, or `None` without a cache folder.
 ///
 /// # Errors
-/// A cache folder or file that cannot be written.
+/// An unwritable cache folder or file.
 pub fn save(m: Machine, family: &str, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
     let rate = Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate };
     RATES.save(&key_of(m, family), &rate)
@@ -137,8 +137,8 @@ pub fn of_products(sheet: Datasheet) -> f64 {
     sheet.products * 1e12 * if sheet.warp_groups { HOPPER_SHARE } else { PRODUCTS_SHARE }
 }
 
-/// Seconds for `work` of a model of this family on a machine: by its measured rate, else by the probe or the data sheet
-/// of its card when it computes in a half precision, else by a rate of another family. `None` without any.
+/// Seconds for `work` of a model of this family on a machine: by the measured rate, else, in a half precision, by the
+/// probe or the data sheet of the card, else by a rate of another family. `None` without any.
 pub fn predict(m: Machine, family: &str, work: f64) -> Option<Range> {
     let measured = find(m, family).map(|rate| (rate.step, SPREAD, Source::Measured(rate.day())));
     let other = || find_other(m).map(|rate| (rate.step, SHEET_SPREAD, Source::OtherFamily(rate.day())));
@@ -157,7 +157,7 @@ pub fn predict(m: Machine, family: &str, work: f64) -> Option<Range> {
 mod tests {
     use super::*;
 
-    /// A card of this name, which no test has measured.
+    /// A card of this name, not measured by any test.
     fn on(card: Option<&'static str>, width: u64) -> Machine {
         Machine { cuda: true, width, stored: width, threads: 1, card, fp8: false }
     }
@@ -200,9 +200,9 @@ mod tests {
         let Source::Probe(probe) = r.source else { panic!("{:?}", r.source) };
         assert_eq!((r.low, r.high), (0.7 * 10.0, 1.3 * 10.0));
         assert_eq!(r.source.words(), "by rates measured on a card on 2026-11-26");
-        // those of bf16 say nothing about f32
+        // rates in bf16 say nothing about f32
         assert_eq!(predict(on(Some(card), 4), "qwen3", 1e15), None);
-        // rates of steps are in units of the probe that was there
+        // rates of steps are in units of the probe at the time
         let rate = |probed: Option<&str>| Rate { step: 1.0, date: None, probed: probed.map(str::to_string) };
         assert!(in_units(&rate(Some(&probe.date)), Some(probe)) && in_units(&rate(None), None));
         assert!(!in_units(&rate(None), Some(probe)) && !in_units(&rate(Some("2026-11-25T")), Some(probe)));

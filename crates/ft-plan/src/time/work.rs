@@ -1,10 +1,10 @@
 //! Cost model of a step: FLOPs, and all other time expressed in equivalent FLOPs.
 //!
-//! The FLOPs of matrix products follow from the token count. The search can save the rest: 4-bit weights
-//! are dequantized once per product or once per visit; each product reads (and on the CPU packs) its
-//! weights regardless of row count; elementwise operations move bytes; attention runs at its own rate;
-//! each operation has a launch cost; offloaded inputs cross the bus. [`CostModel`] converts each to FLOPs
-//! of a large product. The sum assumes no overlap, except for transfers.
+//! The FLOPs of matrix products follow from the token count. The search can save the rest: 4-bit weights are
+//! dequantized once per product or once per visit; a product reads (and on the CPU packs) the weights regardless of row
+//! count; elementwise operations move bytes; attention runs at its own rate; each operation has a launch cost;
+//! offloaded inputs cross the bus. [`CostModel`] converts all to FLOPs of a large product. The sum assumes no overlap,
+//! except for transfers.
 
 use super::probe::CardRates;
 use super::rates;
@@ -13,14 +13,14 @@ use ft_engine::walk::Inputs;
 use ft_kernels::Machine;
 use ft_kernels::ledger::Cost;
 
-/// Time of a product of 8-bit floats with its casts, as a share of that in bf16: of layers of an 8B model in 4 bits,
+/// Time of a product of 8-bit floats with casts, as a share of the time in bf16: of layers of an 8B model in 4 bits,
 /// 4,096 tokens, on an H200.
 const FP8: f64 = 0.78;
 
-/// FLOPs a second of the delta rule, whose walks over the chunks wait for themselves: of a layer of Qwen3.5-9B, 4,096
-/// tokens, recomputed, on an H200. Other cards are assumed to reach it.
+/// FLOPs a second of the delta rule, a serial walk over the chunks: of a layer of Qwen3.5-9B, 4,096 tokens, recomputed,
+/// on an H200. Other cards are assumed to reach it.
 const DELTA: f64 = 60e12;
-/// Time of a FLOP of the delta rule on a CPU, as a multiple of that in a large product: `benches/delta.rs`, two cores.
+/// Time of a FLOP of the delta rule on a CPU, as a multiple of a large product's: `benches/delta.rs`, two cores.
 const CPU_DELTA: f64 = 11.0;
 
 /// Work of one micro-batch, in FLOPs of a large product.
@@ -36,7 +36,7 @@ pub struct Work {
     pub head: [f64; 2],
     /// Extra time of the FLOPs of attention, of the delta rule and of grouped products.
     pub attention: f64,
-    /// Time that products of 8-bit floats save, negative.
+    /// Time saved by products of 8-bit floats, negative.
     pub fp8: f64,
     /// Time of 4-bit dequantization.
     pub dequantize: f64,
@@ -108,8 +108,8 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// CPU values are measured (`docs/lab/cpu-speed.md`). Those of CUDA come from the probe of the card
-    /// ([`Self::of_probe`]). Without one they are estimates, by the data sheet of the card if it is known
+    /// CPU values are measured (`docs/lab/cpu-speed.md`). CUDA values come from the probe of the card
+    /// ([`Self::of_probe`]). Without one they are estimates, by the data sheet of the card if known
     /// ([`Self::of_datasheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350 and 265
     /// TFLOP/s for the attention kernels. On devices with slower products, transfers cost less than stated there.
     pub fn of(m: Machine) -> Self {
@@ -147,8 +147,7 @@ impl CostModel {
         }
     }
 
-    /// From measured rates. A matrix that is dequantized as a whole is written once and read twice at the rate of a
-    /// copy.
+    /// From measured rates. A matrix dequantized as a whole is written once and read twice at the rate of a copy.
     fn of_probe(r: CardRates) -> Self {
         let byte = r.products / r.copy;
         Self {
@@ -165,10 +164,10 @@ impl CostModel {
         }
     }
 
-    /// Estimates from a data sheet: products and memory at their usual share of it, a dequantized value at half a
-    /// byte read and a bf16 value written, or 1.1 picoseconds, 3 microseconds a launch, PCIe 4 at 25 GB/s (half for
-    /// pageable memory, copied through a driver buffer). Attention and grouped products use `mma.sync`: they keep up
-    /// with products that use it too, and stay behind `wgmma`, as measured on an H200 (2026-11-26).
+    /// Estimates from a data sheet: products and memory at their usual share of it, a dequantized value at half a byte
+    /// read and a bf16 value written, or 1.1 picoseconds, 3 microseconds a launch, PCIe 4 at 25 GB/s (half for pageable
+    /// memory, copied through a driver buffer). Attention and grouped products use `mma.sync`: they keep up with other
+    /// products by it, and stay behind `wgmma`, as measured on an H200 (2026-11-26).
     fn of_datasheet(sheet: Datasheet) -> Self {
         let products = rates::of_products(sheet);
         let byte = products / (sheet.memory * 1e12 * rates::MEMORY_SHARE);
@@ -186,8 +185,8 @@ impl CostModel {
         }
     }
 
-    /// Work of an update of so many values: a gradient, a value and two moments are read, the latter three written, and
-    /// the gradient is set to 0 for the next step and squared for the norm.
+    /// Work of an update of `values` values: a gradient, a value and two moments are read, the latter three written,
+    /// and the gradient is set to 0 for the next step and squared for the norm.
     pub fn update(&self, values: u64) -> f64 {
         values as f64 * 9.0 * 4.0 * self.moved
     }

@@ -1,4 +1,4 @@
-//! The pass of the reference before training, in preference tasks that compare the model with one.
+//! The pass of the reference before training, in preference tasks with a reference.
 
 use super::workload::Workload;
 use crate::time::Work;
@@ -21,7 +21,7 @@ pub struct ReferencePass {
 }
 
 impl ReferencePass {
-    /// The pass of a recipe; `None` for tasks without a reference. `work` is that of a training micro-batch.
+    /// The pass of a recipe; `None` for tasks without a reference. `work` is a training micro-batch's.
     pub fn of(r: &Recipe, w: &Workload, work: Work, micro_rows: usize) -> Option<Self> {
         if !r.task.has_reference() {
             return None;

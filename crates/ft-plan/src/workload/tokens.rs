@@ -13,7 +13,7 @@ pub struct Tokens {
     pub targets: u64,
     /// Whether targets have weights.
     pub weighted: bool,
-    /// Kept values of a teacher for each target, in distillation.
+    /// Kept values of a teacher per target, in distillation.
     pub kept: u64,
     /// Tokens of the longest document.
     pub longest: u64,
@@ -67,8 +67,8 @@ impl Tokens {
         Self { tokens, targets: self.targets.min(tokens), ..self }
     }
 
-    /// Device bytes of the context of a whole micro-batch on a rank with the tokens `own` of it. On the CPU also of the
-    /// whole micro-batch on the host, and of the indices of the rank's tokens and targets in it.
+    /// Device bytes of the context of a whole micro-batch on a rank with the tokens `own`. On the CPU also of the whole
+    /// micro-batch on the host, and of the indices of the rank's tokens and targets in it.
     pub fn beside(self, own: Self, ropes: &[usize], cuda: bool) -> u64 {
         let context = Batch::bytes(self.attended(), Targets::default(), ropes, cuda) - 12 * self.tokens;
         let host = 8 * self.tokens + 12 * self.targets + 8 * own.tokens + 4 * own.targets;

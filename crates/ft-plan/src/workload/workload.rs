@@ -148,7 +148,7 @@ impl Known {
     }
 }
 
-/// Refuses epochs that amount to more steps than `run.steps` allows.
+/// Refuses epochs of more steps than allowed by `run.steps`.
 ///
 /// # Errors
 /// More than `COUNT` steps.

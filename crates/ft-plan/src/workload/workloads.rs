@@ -5,7 +5,7 @@ use ft_recipe::Recipe;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-/// Workloads by micro-batch size, each size measured once and cached.
+/// Workloads by micro-batch size, measured once and cached.
 pub struct Workloads<'a> {
     count: Box<dyn Fn(&Recipe) -> Workload + 'a>,
     counted: RefCell<BTreeMap<usize, Workload>>,

@@ -1,7 +1,6 @@
 //! Checks every key against the key table: names, kinds and ranges. Reports all problems at once.
 //!
-//! The result is complete: an absent or invalid key gets the default, so that parsing continues and
-//! later checks can run.
+//! The result is complete: an absent or invalid key gets the default, and parsing and later checks go on.
 
 use super::describe::{expected, found};
 use super::values::Rejection;
@@ -61,7 +60,7 @@ impl Checker<'_> {
         section
     }
 
-    /// The value for a key that is absent, or (`wrong`) invalid and already reported.
+    /// The value for an absent key, or (`wrong`) for an invalid one already reported.
     fn absent(&mut self, key: &'static Key, path: &str, at: &Span, wrong: bool) -> Option<Checked> {
         match (key.default, key.kind) {
             (Unset::Required, Kind::Table(keys)) => Some(Checked::Table(if wrong {

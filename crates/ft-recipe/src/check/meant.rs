@@ -3,8 +3,8 @@
 use crate::keys::{Kind, find_key};
 use crate::syntax::{Entry, Node, Table, Value};
 
-/// Text that TOML takes for a number, a date or a truth value (`name=7`) stays text; the text of one source is a
-/// list of it (`data.train=my.jsonl`). `word` is the value as it was written.
+/// Text that TOML takes for a number, a date or a truth value (`name=7`) stays text; the text of one source is a list
+/// of one (`data.train=my.jsonl`). `word` is the value as written.
 pub(crate) fn meant(path: &str, word: &str, node: Node) -> Node {
     let Some(key) = find_key(path) else { return node };
     let at = node.at;

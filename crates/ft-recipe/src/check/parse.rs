@@ -133,7 +133,7 @@ fn other_kind(kind: Kind, value: &Value, path: &str) -> Option<String> {
 /// Keys used in f64 arithmetic; all remaining numbers are converted to f32.
 const DOUBLE: [&str; 3] = ["epochs", "warmup_ratio", "weight"];
 
-/// Rejects a number that conversion to f32 turns into 0, 1 or infinity.
+/// Rejects a number turned into 0, 1 or infinity by conversion to f32.
 fn in_single(path: &str, x: f64) -> Result<f64, Rejection> {
     let single = x as f32;
     let other = if single == 0.0 && x != 0.0 {

@@ -54,7 +54,7 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
     (message, hints)
 }
 
-/// The key of `keys` that an unknown `name` probably means.
+/// The key of `keys` probably meant by an unknown `name`.
 pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
     if let Some(foreign) = Foreign::key(name) {
         let ours = foreign.to.as_deref()?;

@@ -1,10 +1,9 @@
-//! Values that `ft plan` accepts and this build of `ft run` lacks.
+//! Values accepted by `ft plan` but missing in this build of `ft run`.
 
 use crate::syntax::{Diagnostic, SourceText, Table, Value};
 use std::collections::BTreeSet;
 
-/// Refuses `parallel.comm = "mpi"` in a build without the feature `mpi`. Skips keys in `bad`, which already have a
-/// problem.
+/// Refuses `parallel.comm = "mpi"` in a build without the feature `mpi`. Skips keys in `bad`, already reported.
 pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Option<Diagnostic> {
     const KEY: &str = "parallel.comm";
     // the default build has no MPI, because few machines have the required libraries

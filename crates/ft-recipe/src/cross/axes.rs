@@ -4,7 +4,7 @@ use super::context::{Cross, Refused};
 use crate::keys::{Recipe, Reference};
 
 impl Cross<'_, '_> {
-    /// Refuses keys that are not built for experts, layers or matrices over ranks, and stages of another number.
+    /// Refuses keys not built for experts, layers or matrices over ranks, and stages of another number.
     pub(super) fn axes(&mut self, recipe: &Recipe) {
         let p = &recipe.parallel;
         let other = matches!(recipe.preference.reference, Reference::Other(_));

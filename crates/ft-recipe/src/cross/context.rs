@@ -9,7 +9,7 @@ pub(super) struct Cross<'a, 'b> {
     pub root: &'a Table,
 }
 
-/// A key that is not built with an axis of `[parallel]`: the key, whether it is set, reason, hint.
+/// A key not built with an axis of `[parallel]`: the key, whether it is set, reason, hint.
 pub(super) type Refused<'a> = (&'a str, bool, &'a str, &'a str);
 
 impl Cross<'_, '_> {
@@ -22,7 +22,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Refuses keys that generate text with `axis`, for a reason.
+    /// Refuses keys of text generation with `axis`, for a reason.
     pub(super) fn no_answers(&mut self, recipe: &Recipe, axis: &str, why: &str) {
         let (samples, logged) = (recipe.generate.samples > 0, !recipe.log.samples.is_empty());
         let refused = [

@@ -35,7 +35,7 @@ impl Case<'_> {
         self.r.train.get(self.index).is_some_and(is)
     }
 
-    /// Whether there are LoRA rules, and all differ from `[lora]`.
+    /// Whether LoRA rules exist, and all differ from `[lora]`.
     fn lora_rules_differ(&self, differs: impl Fn(&Rule, &Lora) -> bool) -> bool {
         let mut rules = self.r.train.iter().filter(|r| r.is(Method::Lora));
         self.r.uses_lora_defaults() && rules.all(|r| differs(r, &self.r.lora))
@@ -231,7 +231,7 @@ const ROWS: &[Row] = rows! {
         " does nothing: serve.devices is empty", "serve.devices = [\"cuda:1\"], or leave it out";
 };
 
-/// Whether rows say themselves what is supervised.
+/// Whether rows mark their own targets.
 fn has_labels(format: Format) -> bool {
     matches!(format, Format::Tokens | Format::Labeled)
 }
@@ -244,8 +244,8 @@ struct Idle {
 }
 
 impl Recipe {
-    /// Warnings about given keys without effect, now that `facts` are known, and about a reference without the adapter
-    /// that trains.
+    /// Warnings about given keys without effect, now that `facts` are known, and about a reference without the
+    /// continued adapter.
     pub fn warnings(&self, facts: Facts) -> Vec<String> {
         let all = self.idle_keys(facts, false, &|_| false);
         let line = |i: Idle| format!("{}: {}\n  hint: {}", self.place(&i.path), i.message, i.hint);
@@ -319,7 +319,7 @@ pub(crate) fn changed(root: &Table) -> BTreeSet<String> {
     paths
 }
 
-/// A path with its list index as 0, and the index.
+/// A path with the list index as 0, and the index.
 fn first_index(path: &str) -> (String, usize) {
     let index = path.split('.').find_map(|part| part.parse().ok()).unwrap_or(0);
     (first_entries(path), index)
@@ -329,7 +329,7 @@ fn first_index(path: &str) -> (String, usize) {
 mod tests {
     use super::*;
 
-    /// Every row is of keys that exist.
+    /// Every row names existing keys.
     #[test]
     fn rows_of_idle_keys_name_existing_keys() {
         for row in ROWS {

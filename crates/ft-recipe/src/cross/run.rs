@@ -58,7 +58,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Checks that blocks of ranks that split the experts fill a stage.
+    /// Requires the ranks of a stage to be a multiple of `parallel.expert`.
     fn mesh(&mut self, recipe: &Recipe) {
         let (ranks, expert) = (recipe.parallel.stage(), recipe.parallel.expert as u64);
         let keys = ["parallel", "parallel.data", "parallel.context", "parallel.tensor", "parallel.expert"];

@@ -1,4 +1,4 @@
-//! State of an import, and the fates of its keys.
+//! State of an import, and the fates of keys.
 
 use super::draft::{Draft, fitting};
 use super::read::{Entries, Entry, is_off, number, text, truth};
@@ -22,11 +22,11 @@ pub enum Fate {
     NotSupported,
     /// A key unknown to the toolkit.
     Unknown,
-    /// Not in the file: the toolkit's default, where it differs from ft's.
+    /// Not in the file: the toolkit's default, if different from ft's.
     Default,
 }
 
-/// Questions of an import about things outside its file.
+/// Questions of an import about things outside the file.
 pub trait Around {
     /// Text of a file named by the configuration.
     fn read(&self, _path: &str) -> Option<String> {
@@ -69,7 +69,7 @@ pub(super) struct Context<'a> {
     pub draft: Draft,
     /// Targets of LoRA, as `train.modules` has them, and their origin.
     pub modules: Option<(Vec<String>, String)>,
-    /// Modules that train in full, and their origin.
+    /// Modules trained in full, and their origin.
     pub in_full: Vec<(String, String)>,
     /// `train.layers` as TOML, and its origin.
     pub layers: Option<(String, String)>,
@@ -116,7 +116,7 @@ impl Context<'_> {
         shown
     }
 
-    /// Sets a key by a default that no entry has.
+    /// Sets a key by a default without an entry.
     pub fn set_default(&mut self, path: &str, value: String, key: &str) {
         self.told.push((key.into(), format!("{path} = {value}")));
         self.draft.set(path, value, key, true);
@@ -139,7 +139,7 @@ impl Context<'_> {
         }
     }
 
-    /// Takes a word, by the table of hints where the key has it by another name.
+    /// Takes a word, by the table of hints if the key lacks it.
     pub fn take_word(&mut self, path: &str, entry: &Entry) -> Outcome {
         let Some(written) = text(&entry.value) else { return needless("not set") };
         let theirs = written.rsplit('.').next().unwrap_or_default().to_lowercase();

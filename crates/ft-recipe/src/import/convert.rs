@@ -5,7 +5,7 @@ use super::read::Entry;
 use super::{data, optimize, prefer, run, train, tune};
 use crate::keys::of_json;
 
-/// The conversion that a row of the table names.
+/// The conversion named by a row of the table.
 pub(super) fn by_name(name: &str) -> Option<Convert> {
     let others = [run::by_name, optimize::by_name, train::by_name, tune::by_name, prefer::by_name];
     Some(match name {
@@ -16,7 +16,7 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
     })
 }
 
-/// Puts a value into a free table, under the last parts of its path.
+/// Puts a value into a free table, under the last parts of the path.
 fn free(ctx: &mut Context<'_>, table: &str, entry: &Entry) -> Outcome {
     let Some((_, key)) = entry.path.split_once('.') else { return refused("a table is wanted") };
     match (key.contains('.'), of_json(&entry.value)) {

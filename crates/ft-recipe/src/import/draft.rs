@@ -1,4 +1,4 @@
-//! The recipe that an import writes: keys with values and where they are from.
+//! The recipe of an import: keys with values and origins.
 
 use super::read::{number, text, truth};
 use crate::keys::{Kind, Unset, all_keys, find_key, first_entries, of_json};
@@ -14,7 +14,7 @@ pub(super) struct Set {
     pub value: String,
     /// The key of the other toolkit.
     pub origin: String,
-    /// Whether the file does not have that key.
+    /// Whether the key is absent from the file.
     pub by_default: bool,
 }
 
@@ -37,7 +37,7 @@ impl Draft {
         self.keys.iter().find(|s| s.path == path)
     }
 
-    /// A list behind the other entries that the key has already.
+    /// A list behind the key's present entries.
     pub fn joined(&self, path: &str, list: &str) -> String {
         let entries = |text: &str| match parse_value(text).map(|n| n.value) {
             Some(Toml::List(nodes)) => nodes,
@@ -52,7 +52,7 @@ impl Draft {
         Toml::List(all).to_string()
     }
 
-    /// Removes the key that a problem names: an entry of a table, or the whole value that holds it. Returns the key.
+    /// Removes the key named by a problem: an entry of a table, or the whole value around it. Returns the key.
     pub fn remove(&mut self, key: &str) -> Option<Set> {
         let i = enclosing(key).find_map(|path| self.keys.iter().position(|s| s.path == path))?;
         let entry = key[self.keys[i].path.len()..].trim_start_matches('.');
@@ -65,7 +65,7 @@ impl Draft {
         })
     }
 
-    /// Drops defaults of the toolkit that are ft's own too.
+    /// Drops defaults of the toolkit equal to ft's.
     pub fn drop_defaults(&mut self) {
         self.keys.retain(|s| {
             let ours = match find_key(&s.path).map(|k| k.default) {
@@ -130,7 +130,7 @@ pub(super) fn number_text(x: f64) -> String {
     if x.fract() == 0.0 && x.abs() < 1e15 { format!("{}", x as i64) } else { format!("{x:?}") }
 }
 
-/// A value as the key at `path` takes it, by the key's kind: numbers and truths may be strings there.
+/// A value as the key at `path` takes it, by the key's kind: numbers and truths may be strings.
 pub(super) fn fitting(path: &str, value: &Value) -> Result<String, String> {
     let wrong = |what: &str| Err(format!("{path} takes {what}"));
     match find_key(path).map(|k| k.kind) {

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! read      YAML, JSON or a command line -> keys with values and lines
-//! table     tools.toml: how each key of each toolkit is imported
-//! context   state of an import, what became of a key
+//! table     tools.toml: the import of every toolkit's keys
+//! context   state of an import, the fate of a key
 //! run, optimize, train, tune, prefer, data   conversions; convert finds them by name
 //! draft     the recipe
 //! ```
@@ -52,21 +52,21 @@ pub struct Line {
 pub struct Imported {
     /// The toolkit.
     pub tool: &'static str,
-    /// Every key of the file, and the toolkit's defaults that differ from ft's.
+    /// Every key of the file, and the toolkit's defaults other than ft's.
     pub lines: Vec<Line>,
-    /// The recipe, or the reason why there is none.
+    /// The recipe, or the reason against one.
     pub recipe: Result<String, String>,
 }
 
 /// Keys that say when to evaluate.
 const EVALUATIONS: &[&str] = &["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"];
-/// Rounds of leaving out keys that the recipe's checks refuse.
+/// Rounds of leaving out keys refused by the recipe's checks.
 const ROUNDS: usize = 8;
 
 /// Imports a configuration. `file` is its name.
 ///
 /// # Errors
-/// A file that cannot be read as YAML, JSON or a command line, or is of no known toolkit.
+/// A file unreadable as YAML, JSON or a command line, or of no known toolkit.
 pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, String> {
     let mut entries = read::read(text)?;
     if read::is_command(text) {
@@ -171,7 +171,7 @@ fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line 
     Line { key: e.path.clone(), line: e.line, fate, text: shown }
 }
 
-/// Leaves out what the recipe's own checks refuse, and says so.
+/// Leaves out keys refused by the recipe's own checks, and says so.
 fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Result<String, String> {
     draft.drop_defaults();
     let name = file.replace(|c: char| c.is_control(), " ");
@@ -218,7 +218,7 @@ fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Resul
     last.map_err(|e| e.to_string())
 }
 
-/// Whether a line tells of `key`, removed from the recipe: as its origin, or as the key of a data set that became it.
+/// Whether a line tells of `key`, removed from the recipe: as the origin, or as the data set's key behind it.
 fn tells_of(line: &Line, removed: &Set, key: &str) -> bool {
     let (name, entry) =
         (removed.path.rsplit('.').next().unwrap_or_default(), key.strip_prefix(&removed.path));

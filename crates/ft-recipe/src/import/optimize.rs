@@ -45,13 +45,13 @@ fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     converted(format!("{}, {}: its own there", taken.1, set.join(", ")))
 }
 
-/// Whether Muon trains, whose updates have learning rates of another size.
+/// Whether Muon trains, with learning rates of another size.
 fn is_of_muon(ctx: &Context<'_>) -> bool {
     ctx.is("use_muon") || ["optim", "optimizer"].iter().any(|key| ctx.word(key).contains("muon"))
 }
 
-/// Keys that differ from AdamW's defaults where transformers' Trainer trains with GaLore: it hands the learning rate
-/// alone to galore_torch, which has defaults of its own. `None` for other optimizers.
+/// Keys with other defaults than AdamW's under GaLore of transformers' Trainer: it hands the learning rate alone to
+/// galore_torch. `None` for other optimizers.
 fn trainers_galore(ctx: &Context<'_>) -> Option<&'static [(&'static str, &'static str)]> {
     match ["optim", "optimizer"].map(|key| ctx.word(key)).concat().as_str() {
         _ if ctx.is("use_galore") => None,
@@ -121,7 +121,7 @@ fn optimizer_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// Converts an argument of AdamW, which has no effect where transformers' Trainer trains with GaLore.
+/// Converts an argument of AdamW, without effect under GaLore of transformers' Trainer.
 fn of_adamw(ctx: &mut Context<'_>, e: &Entry, convert: Convert) -> Outcome {
     match trainers_galore(ctx) {
         Some(_) => needless("the Trainer does not hand it to GaLore's optimizer"),
@@ -134,7 +134,7 @@ fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     converted(ctx.set("optimizer.betas", format!("[{a:?}, {b:?}]"), e))
 }
 
-/// AdamW of PyTorch decays all that trains, norms too.
+/// AdamW of PyTorch decays all trained weights, norms too.
 fn decay_of_all(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if e.line == 0 && !ctx.word("optimizer._component_").contains("adamw") {
         return needless("the default of another optimizer than AdamW is 0, as here");

@@ -8,11 +8,11 @@ use crate::syntax::quote;
 
 /// Keys that name the loss.
 const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
-/// First parts of keys that choose a loss without a counterpart.
+/// First parts of keys for losses without a counterpart.
 const OTHER_LOSSES: [&str; 7] =
     ["use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "early_exit_loss", "diffusion", "kd_loss"];
 const NO_LOSS: &str = "it trains with a loss that ft does not have";
-/// The program of LLaMA-Factory, under whose name the command's verb is.
+/// The program of LLaMA-Factory, the key of the command's verb.
 const VERB: &str = "llamafactory-cli";
 
 conversions! {
@@ -28,7 +28,7 @@ pub(super) fn reads_pairs(task: Task) -> bool {
     task.prefers() || task == Task::Reward
 }
 
-/// The task of a configuration; an error names a task or a loss that ft does not have.
+/// The task of a configuration; an error names a task or a loss missing in ft.
 pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
     let word = |key: &str| {
         let all = entries.get(key).map(words).unwrap_or_default();

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 /// Rows of a forward pass, by the toolkits' names.
 const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
-/// Ranks as accelerate and TRL name them, and those of a node as torchrun and deepspeed do, with the nodes.
+/// Ranks as named by accelerate and TRL, and per node by torchrun and deepspeed, with the nodes.
 const RANKS: [&str; 2] = ["launch.num_processes", "num_processes"];
 const OF_NODE: [&str; 3] = ["launch.nproc_per_node", "launch.nproc-per-node", "launch.num_gpus"];
 const NODES: [&str; 2] = ["launch.nnodes", "launch.num_nodes"];
@@ -58,7 +58,7 @@ fn total_batch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// Epochs, where no number of steps ends the run.
+/// Epochs, unless a number of steps ends the run.
 fn epochs(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let of_steps = |key: &&str| ctx.number(&[*key]).is_some_and(|n| n >= 1.0);
     match ["max_steps", "max_steps_per_epoch"].into_iter().find(of_steps) {
@@ -134,7 +134,7 @@ fn per_epoch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// `save_total_limit`: without it every checkpoint is kept there.
+/// `save_total_limit`: without it the toolkit keeps every checkpoint.
 fn kept(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let saves = !matches!(ctx.word("save_strategy").as_str(), "no" | "false");
     match e.line {
@@ -158,7 +158,7 @@ fn best(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// `greater_is_better` of `metric_for_best_model`, which is the loss by default.
+/// `greater_is_better` of `metric_for_best_model`, by default the loss.
 fn greater(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let metric = ctx.word("metric_for_best_model");
     match truth(&e.value) {
@@ -199,7 +199,7 @@ fn precision(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         "fp16" | "float16" => "f16",
         _ => "f32",
     };
-    // a default gives way to what the file says of the other
+    // a default gives way to f16 in the file
     let other = e.line == 0 && ["fp16", "float16"].iter().any(|k| ctx.is(k));
     if text(&e.value).as_deref() == Some("auto") {
         return needless("bf16 on CUDA, f32 on the CPU");
@@ -214,7 +214,7 @@ fn precision(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// Whether a file that turns bf16 off trains in f32; LLaMA-Factory takes the data type of the checkpoint then.
+/// Whether a file with bf16 off trains in f32; LLaMA-Factory takes the data type of the checkpoint then.
 fn is_f32(ctx: &Context<'_>) -> bool {
     let off = |key: &str| matches!(ctx.word(key).as_str(), "" | "false");
     let all = ["bf16", "bfloat16", "fp16", "float16", "dtype", "torch_dtype"];

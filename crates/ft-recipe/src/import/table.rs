@@ -10,13 +10,13 @@ use std::sync::LazyLock;
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct Tool {
-    /// Its letters in the table of hints.
+    /// Letters in the table of hints.
     letters: String,
     /// Values of absent keys.
     pub defaults: BTreeMap<String, toml::Value>,
-    /// Defaults of preference tasks, in place of those.
+    /// Defaults of preference tasks, in place of `defaults`.
     pub preference: BTreeMap<String, toml::Value>,
-    /// Defaults of reward models, in place of those.
+    /// Defaults of reward models, in place of `defaults`.
     pub reward: BTreeMap<String, toml::Value>,
     /// Keys taken as they are.
     pub to: BTreeMap<String, String>,
@@ -26,7 +26,7 @@ pub(super) struct Tool {
     pub same: BTreeMap<String, toml::Value>,
     /// Keys without effect here, by reason.
     none: BTreeMap<String, Vec<String>>,
-    /// Keys that are not supported, by advice.
+    /// Unsupported keys, by advice.
     no: BTreeMap<String, Vec<String>>,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Tables {
 pub(super) enum How<'t> {
     To(&'t str),
     By(&'t str),
-    /// Settings implied by a switch, if it is on.
+    /// Settings implied by a switch turned on.
     Set(&'t [String]),
     /// No effect here, with the reason.
     Needless(&'t str),
@@ -82,7 +82,7 @@ impl<'t> From<&'t Foreign> for How<'t> {
     }
 }
 
-/// Sections of torchtune's files with keys that are known by their last part. Others are of other models and tasks.
+/// Sections of torchtune's files with keys known by their last part. Other sections are of other models and tasks.
 const SECTIONS: [&str; 9] = [
     "checkpointer",
     "dataloader",
@@ -128,7 +128,7 @@ impl Tool {
         all.filter_map(|k| Some((k.as_str(), self.own(k)?))).collect()
     }
 
-    /// How the key at a dotted path is imported: by its row, that of an enclosing table, or the table of hints.
+    /// How the key at a dotted path is imported: by its row, the row of an enclosing table, or the table of hints.
     pub fn find<'t>(&'t self, shared: &'t Tool, path: &str) -> Option<How<'t>> {
         self.row(shared, path).or_else(|| self.hint(path).map(How::from))
     }

@@ -90,7 +90,7 @@ fn module(name: &str, whole: bool) -> Result<String, String> {
     })
 }
 
-/// An entry of PEFT's `modules_to_save` as one of `train.modules`: modules whose names end so, with all inside them.
+/// An entry of PEFT's `modules_to_save` as one of `train.modules`: modules with names ending so, and all inside them.
 fn saved(name: &str) -> Result<String, String> {
     match name {
         "lm_head" => Ok("head".into()),
@@ -334,7 +334,7 @@ fn assistant_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// Beside `assistant_only_loss`, turns that are not the assistant's are no targets in any case.
+/// With `assistant_only_loss`, turns of other roles are never targets.
 fn completion_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
         Some(false) if ctx.is("assistant_only_loss") => {
@@ -353,7 +353,7 @@ fn template_file(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// The text of a template, or a file of it.
+/// The text of a template, or a file with it.
 fn template_text(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).is_some_and(|t| ["{{", "{%", "\n"].iter().any(|mark| t.contains(mark))) {
         true => refused("write the text into a file: data.chat_template has its path"),
@@ -412,7 +412,7 @@ fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     outcome
 }
 
-/// TRL's `packing_strategy`: two of them lose no tokens of long documents.
+/// TRL's `packing_strategy`: the splitting strategies lose no tokens of long documents.
 fn packing_strategy(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let apart = "packed documents never attend to one another";
     match text(&e.value).unwrap_or_default().as_str() {
@@ -423,7 +423,7 @@ fn packing_strategy(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// axolotl's `skip_prepare_dataset`: rows of tokens, where no type says otherwise.
+/// axolotl's `skip_prepare_dataset`: rows of tokens, unless a type says otherwise.
 fn prepared(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if is_off(&e.value) {
         return needless("off");
@@ -461,12 +461,12 @@ pub(super) fn rules(ctx: &mut Context<'_>) {
         None if full => {
             (groups(ctx).into_iter().filter(|g| g != "new_tokens").collect(), "every weight trains".into())
         }
-        // its LoRA has no targets by default
+        // axolotl's LoRA has no targets by default
         None if ctx.tool == "axolotl" && ctx.get("lora_target_parameters").is_some_and(|p| !is_off(p)) => {
             ctx.other_task.get_or_insert_with(|| "lora_target_parameters names no modules of ft".into());
             return;
         }
-        // an adapter to go on from has its own
+        // an adapter to go on from names the targets
         None if ctx.draft.get("lora.init").is_some_and(goes_on) => return,
         None => (["q_proj", "v_proj"].map(String::from).into(), DEFAULT.into()),
     };

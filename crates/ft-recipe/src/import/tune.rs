@@ -90,7 +90,7 @@ fn folder(path: &str) -> &str {
     path.trim_end_matches('/').trim_end_matches("/original")
 }
 
-/// `ref_checkpointer.checkpoint_dir`: the reference of training in full, which is mostly the model itself.
+/// `ref_checkpointer.checkpoint_dir`: the reference of training in full, mostly the model itself.
 fn tune_reference(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(path) = text(&e.value) else { return needless("not set") };
     let own = ctx.get("checkpointer.checkpoint_dir").and_then(text);
@@ -107,7 +107,7 @@ fn tune_folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if plain == path { Outcome(Fate::Taken, set) } else { converted(set) }
 }
 
-/// `tokenizer.max_seq_len`, and `max_length` of TRL: without a number nothing is cut there.
+/// `tokenizer.max_seq_len`, and `max_length` of TRL: without a number, no limit.
 fn length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match number(&e.value) {
         Some(n) if n > 0.0 => ctx.take("data.max_length", e),

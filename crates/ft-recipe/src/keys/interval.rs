@@ -49,8 +49,8 @@ impl Interval {
         self != Interval::Steps(0)
     }
 
-    /// Number of intervals that are complete after `done` steps, of `steps` in all. An epoch of `rows` rows is
-    /// complete with the step that takes its last one; `taken` rows have been.
+    /// Number of complete intervals after `done` steps, of `steps` in all. An epoch of `rows` rows is complete with the
+    /// step of the last row; `taken` rows have been.
     pub fn completed(self, (done, steps): (usize, usize), (taken, rows): (u128, usize)) -> u128 {
         match self {
             Interval::Steps(0) => 0,

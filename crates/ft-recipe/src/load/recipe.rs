@@ -24,13 +24,13 @@ impl Recipe {
     /// Reads the recipe at `path`, applies the `KEY=VALUE` overrides, and checks the result.
     ///
     /// # Errors
-    /// All problems of the recipe at once, including a value that this build of `ft run` does not support.
+    /// All problems of the recipe at once, including a value unsupported by this build of `ft run`.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, false)
     }
 
-    /// Like [`Recipe::load`], for `ft plan`: a value that this build of `ft run` does not support is in
-    /// [`Recipe::not_built`], and no error.
+    /// Like [`Recipe::load`], for `ft plan`: a value unsupported by this build of `ft run` is in [`Recipe::not_built`],
+    /// and no error.
     pub fn load_for_plan(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, true)
     }
@@ -214,7 +214,7 @@ fn expand_home(written: &str) -> PathBuf {
     store::expand_home(written, home.as_deref())
 }
 
-/// Drops problems that may be consequences of a syntax error, such as missing keys on the unreadable line.
+/// Drops possible consequences of a syntax error, such as missing keys on the unreadable line.
 fn without_consequences(problems: Vec<Diagnostic>, syntax: &[Diagnostic]) -> Vec<Diagnostic> {
     let same_line = |d: &Diagnostic| syntax.iter().any(|s| s.place.line == d.place.line);
     problems

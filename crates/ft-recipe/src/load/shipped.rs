@@ -64,7 +64,7 @@ impl Shipped {
         self.text.lines().next().unwrap_or("").trim_start_matches('#').trim()
     }
 
-    /// The part of the header comment about what the recipe needs.
+    /// The header comment's part on the recipe's needs.
     pub fn needs(&self) -> String {
         let of = |line: &&str, word: &str| line.trim_start().starts_with(word);
         let header = self.text.lines().map_while(|line| line.strip_prefix('#'));

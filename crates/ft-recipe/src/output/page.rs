@@ -53,7 +53,7 @@ fn takes(kind: Kind) -> String {
     }
 }
 
-/// The documentation of a key, with the meaning of each word it accepts.
+/// The documentation of a key, with the meanings of accepted words.
 fn meaning(k: &Key) -> String {
     let words = match k.kind {
         Kind::Word(words) | Kind::Words(words) => words,

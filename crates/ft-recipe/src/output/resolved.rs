@@ -52,24 +52,24 @@ const NOT_MATHEMATICS: &[&str] = &[
 impl Recipe {
     /// The resolved recipe as TOML, with all defaults filled in. Parses to an equal recipe.
     ///
-    /// Keys without a value become comments that describe the default behavior.
+    /// Keys without a value become comments on the default behavior.
     pub fn to_toml(&self) -> String {
         let head = "# The resolved recipe: every key, with the defaults filled in.\n";
         self.toml_of(head, |_, _| true)
     }
 
-    /// The keys at these dotted paths that have a value as TOML, in documentation order.
+    /// The keys with values at these dotted paths as TOML, in documentation order.
     pub fn to_toml_of(&self, paths: &[String]) -> String {
         let wanted = |path: &str, has_value| has_value && paths.iter().any(|p| p == path);
         self.toml_of("", wanted).trim_start().to_string()
     }
 
-    /// Dotted paths of the keys that the recipe file or the command line sets, in documentation order.
+    /// Dotted paths of the keys set by the recipe file or the command line, in documentation order.
     pub fn given(&self) -> Vec<String> {
         self.keys().into_iter().map(|(path, _)| path).filter(|path| self.places.contains_key(path)).collect()
     }
 
-    /// The keys of the resolved recipe that have a value, by dotted path, as TOML.
+    /// The resolved recipe's keys with values, by dotted path, as TOML.
     pub fn keys(&self) -> Vec<(String, String)> {
         let key = |prefix: &str, (key, value): (&str, Option<String>)| Some((join(prefix, key), value?));
         let blocks = self.blocks().into_iter();
@@ -96,8 +96,8 @@ impl Recipe {
 
     /// The keys with influence on the computed results, by dotted path, with values as TOML.
     ///
-    /// Two runs with equal maps, data, model and tokenizer compute the same. A resume compares the maps.
-    /// A key without a value maps to `(default)`, so that both maps have the same scalar keys.
+    /// Two runs with equal maps, data, model and tokenizer compute the same. A resume compares the maps. A key without
+    /// a value maps to `(default)`: both maps have the same scalar keys.
     pub fn math_keys(&self) -> BTreeMap<String, String> {
         let mut map = BTreeMap::new();
         for block in self.blocks() {
@@ -117,7 +117,7 @@ impl Recipe {
         map
     }
 
-    /// All tables in documentation order, without keys that have no effect.
+    /// All tables in documentation order, keys without effect left out.
     pub(crate) fn blocks(&self) -> Vec<Block> {
         let mut blocks = Vec::new();
         self.add(&mut blocks, String::new(), "", self.write());

@@ -1,7 +1,7 @@
 //! Problems of a recipe, and their rendering.
 //!
-//! A problem contains the affected source line, so that it can be shown long after the file was read.
-//! Only this file depends on the renderer.
+//! A problem contains the affected source line, to be shown long after the file was read. Only this file depends on the
+//! renderer.
 
 use annotate_snippets::renderer::DecorStyle;
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
@@ -22,7 +22,7 @@ pub(crate) struct SourceText {
     /// Name in messages.
     pub name: String,
     pub text: String,
-    /// False for a `KEY=VALUE`, which is shown without line numbers.
+    /// False for a `KEY=VALUE`, shown without line numbers.
     pub is_file: bool,
     /// Byte offset of each line start.
     lines: Vec<usize>,

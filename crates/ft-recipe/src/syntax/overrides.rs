@@ -83,7 +83,7 @@ fn parse_override(
         return Ok((path, path_at, convert(v.get_ref(), value_at, i, shift)));
     }
     let is_text = || {
-        // where a key is text, a truth value is meant as its spelling
+        // for a text key, a truth value is meant as text
         let node = Node { value: Value::Bool(true), at: value_at.clone() };
         matches!(meant(path, word, node).value, Value::Text(_))
     };

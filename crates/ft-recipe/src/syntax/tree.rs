@@ -15,7 +15,7 @@ pub(crate) struct Node {
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
     Text(String),
-    /// Wider than TOML's 64 bits, so that an out-of-range number can be reported.
+    /// Wider than TOML's 64 bits, to report an out-of-range number.
     Int(i128),
     Float(f64),
     Bool(bool),
@@ -80,7 +80,7 @@ pub(crate) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() { key.to_string() } else { format!("{prefix}.{key}") }
 }
 
-/// A dotted path, and those of the tables around it, inner ones first.
+/// A dotted path, and the paths of enclosing tables, inner ones first.
 pub(crate) fn enclosing(path: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(Some(path), |path| path.rsplit_once('.').map(|(above, _)| above))
 }

@@ -162,7 +162,7 @@ fn template_variables(p: &mut Parameters, prompt: &Prompter) -> Result<Map<Strin
     Ok(variables)
 }
 
-/// Refuses variables of the parameter `key` that the chat template does not read.
+/// Refuses variables of the parameter `key` not read by the chat template.
 fn check_read(key: &str, variables: &Map<String, Value>, prompt: &Prompter) -> Result<(), ApiError> {
     let fail = |why: String| Err(ApiError::param(key, format!("{key}: {why}")));
     if prompt.form != PromptFormat::Chat && !variables.is_empty() {

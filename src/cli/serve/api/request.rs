@@ -16,8 +16,8 @@ const ALTERNATIVES: u64 = 20;
 const STOPS: usize = 32;
 /// Token limit of a reply without one in the request or for the server.
 const REPLY: usize = 1024;
-/// Log-probabilities of the generated tokens of a request that is not streamed: they are one JSON value in memory, of
-/// about 1 KiB for each.
+/// Log-probabilities of the generated tokens of a request without streaming: one JSON value in memory, about 1 KiB per
+/// log-probability.
 const SCORES: usize = 1 << 16;
 /// Log-probabilities of the tokens of echoed prompts, streamed or not: 65536 tokens with 7 alternatives. They take a
 /// quarter of a KiB each with many alternatives, three quarters without any.
@@ -49,8 +49,8 @@ const WITHOUT_EFFECT: [&str; 9] = [
 /// Parses and validates a request body.
 ///
 /// A token limit above the server's, or above the rest of the context, is lowered; the answer then ends
-/// with finish reason `length`. Log-probabilities of an answer that is not streamed are limited to `SCORES`, those
-/// of echoed prompts to `ECHOED`.
+/// with finish reason `length`. Log-probabilities of an answer without streaming are limited to `SCORES`, of echoed
+/// prompts to `ECHOED`.
 ///
 /// # Errors
 /// Client errors: status 400, or 404 for an unknown model. Whether a named step is loaded, the answer tells.
@@ -110,7 +110,7 @@ fn step(state: &ServerState, name: Option<Value>) -> Result<Option<u64>, ApiErro
     }
 }
 
-/// Rejects parameters of the API that are not built.
+/// Rejects unsupported parameters of the API.
 fn reject_unsupported(endpoint: Endpoint, p: &mut Parameters) -> Result<(), ApiError> {
     p.reject_unless_neutral(&[
         ("n", json!(1)),

@@ -12,7 +12,7 @@ use std::convert::Infallible;
 use std::mem::take;
 use tokio::sync::mpsc;
 
-/// Events of a stream that wait for a slow client.
+/// Events of a stream waiting for a slow client.
 const WAITING: usize = 16;
 
 /// Body of type JSON.
@@ -43,7 +43,7 @@ pub struct Reply {
     /// Tokens of the prompts.
     prompt_tokens: usize,
     logprobs: bool,
-    /// The step that the request names, if any.
+    /// The step named by the request, if any.
     named: Option<u64>,
 }
 

@@ -27,7 +27,7 @@ pub struct Generation {
     pub echo: bool,
     /// Whether the reply continues the text of the prompt, and is no new message.
     pub continues: bool,
-    /// The step that the request names, of a run; weights of another step do not answer.
+    /// The step named by the request, of a run; weights of another step do not answer.
     pub step: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Jobs that wait for a replica, in order of arrival.
+//! Jobs waiting for a replica, in order of arrival.
 
 use super::job::Job;
 use std::collections::VecDeque;

@@ -9,7 +9,7 @@ use ft_data::{Decoder, Tokenizer};
 use ft_engine::walk::generate::{self, Reader, Writer};
 use ft_kernels::Real;
 
-/// Tokens of the prompt that a decoder reads before a continued text, for the space between both.
+/// Tokens of the prompt read by a decoder before a continued text, for the space between both.
 const CONTEXT: usize = 8;
 /// Tokens that a decoder may hold back; a character has fewer.
 const HELD: usize = 16;

@@ -2,7 +2,7 @@
 
 use ft_data::Tokenizer;
 
-/// A token in a text, with its log-probability and that of the most likely ones.
+/// A token in a text and the most likely alternatives, with log-probabilities.
 pub struct Token {
     /// Characters of the text before it.
     pub offset: usize,

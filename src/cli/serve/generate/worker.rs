@@ -35,7 +35,7 @@ pub trait Backend {
 }
 
 /// Answers with one replica until the queue closes or the replica fails. When serving a run, checks for a
-/// newer checkpoint before each answer, unless another replica is loading one. A request with a step in its model name
+/// newer checkpoint before each answer, unless another replica is loading one. A request with a step in the model name
 /// waits for the end of the loading.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Who may ask: holders of the key; without a key, programs of this machine that are no web pages of others.
+//! Who may ask: holders of the key; without a key, programs of this machine, except foreign web pages.
 
 use crate::cli::serve::api::ApiError;
 use crate::cli::serve::state::ServerState;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// Path that needs no key.
 pub(super) const HEALTH: &str = "/health";
 
-/// Refuses a request that is not allowed.
+/// Refuses a forbidden request.
 pub(super) async fn check(
     State(state): State<Arc<ServerState>>,
     request: Request,
@@ -27,8 +27,8 @@ pub(super) async fn check(
     Ok(next.run(request).await)
 }
 
-/// Lets web pages of any origin send requests and read answers (CORS), of a server whose key guards it. A preflight
-/// request has no key.
+/// Lets web pages of any origin send requests to a server with a key and read answers (CORS). A preflight request has
+/// no key.
 pub(super) async fn allow_pages(request: Request, next: Next) -> Response {
     let headers = request.headers();
     let is_preflight = request.method() == Method::OPTIONS

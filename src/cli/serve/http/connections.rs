@@ -91,8 +91,8 @@ impl Open {
         client
     }
 
-    /// Waits until a connection has been idle for `time`, and asks the one that has been idle longest to close. Never
-    /// returns; the caller races it against a free slot.
+    /// Waits until a connection has been idle for `time`, and asks the longest idle one to close. Never returns; the
+    /// caller races it against a free slot.
     async fn make_room(&self, time: Duration) {
         loop {
             let idle = |c: &Arc<Client>| {
@@ -116,9 +116,9 @@ impl Open {
 /// One connection.
 struct Client {
     state: Mutex<State>,
-    /// Whether the last answer is an error, which may come before the end of the request.
+    /// Whether the last answer is an error, possibly before the end of the request.
     refused: AtomicBool,
-    /// Asks it to leave its place to another one.
+    /// Asks it to make room for another one.
     leave: Notify,
     idle: Arc<Notify>,
 }
@@ -183,8 +183,8 @@ impl Body for Answer {
     }
 }
 
-/// Serves one connection. After a refusal, the rest of the request is read, within limits: a connection that is closed
-/// before loses the answer.
+/// Serves one connection. After a refusal, the rest of the request is read, within limits: a connection closed before
+/// loses the answer.
 async fn converse(
     mut stream: TcpStream,
     router: Router,
@@ -219,7 +219,7 @@ async fn discard(stream: &TcpStream, most: usize) {
     }
 }
 
-/// Answers the requests of one connection. Returns true after its regular end, which nothing else has asked for.
+/// Answers the requests of one connection. Returns true after a regular end, not asked for by anything else.
 async fn answer_all(
     stream: &mut TcpStream,
     router: Router,

@@ -26,7 +26,7 @@ use tokio::time::{Instant, timeout_at};
 /// Channel to end the server.
 pub type Ending = (mpsc::Sender<()>, mpsc::Receiver<()>);
 
-/// Starts the server on a thread of its own. It ends on a signal, or a message of `ending`; then it closes the queue.
+/// Starts the server on a separate thread. It ends on a signal, or a message of `ending`; then it closes the queue.
 ///
 /// # Errors
 /// Failure to create a thread, the runtime, or a signal handler.

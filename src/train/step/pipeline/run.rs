@@ -1,4 +1,4 @@
-//! The micro-batches of a step on one stage, by its schedule.
+//! The micro-batches of a step on one stage, by schedule.
 
 use crate::train::preference::Tally;
 use crate::train::step::accumulate::{Passes, weigh};
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 struct InFlight<'a> {
     /// Own part, up to the forward pass.
     micro: Option<LocalMicroBatch<'a>>,
-    /// Its input, from the forward pass on.
+    /// Input, from the forward pass on.
     batch: Option<Batch<'a>>,
     /// Numbers of tokens, after the backward pass.
     tokens: Option<Rows>,
@@ -28,12 +28,12 @@ struct InFlight<'a> {
     x: Option<Vec<Tensor>>,
     /// Gradients from above, then those for the stage below.
     dy: Option<Vec<Tensor>>,
-    /// Routing of the stages below and of this one; on its way down, of all stages and ranks with tokens.
+    /// Routing of the stages below and of this one; on the way down, of all stages and ranks with tokens.
     total: Total,
 }
 
 impl InFlight<'_> {
-    /// Numbers of tokens on this rank, of a micro-batch that has any.
+    /// Numbers of tokens on this rank, if any.
     fn tokens(&self) -> Option<Rows> {
         let before = self.micro.as_ref().map(LocalMicroBatch::rows).filter(|rows| rows.own > 0);
         before.or(self.tokens).or(self.batch.as_ref().map(Batch::rows))
@@ -47,7 +47,7 @@ struct StageStep<'a, 'b, 's> {
     router: RouterLosses,
     ranks: Ranks<'a>,
     stage: &'b Stage<'b>,
-    /// Ranks of the stage with tokens of the same rows, if there are several.
+    /// Ranks of the stage with tokens of the same rows, if several.
     tokens: Option<&'b RowGroups<'b>>,
     /// Whether gradients cross the boundary above and the one below.
     trains: [bool; 2],
@@ -248,8 +248,8 @@ impl<'b> StageStep<'_, 'b, '_> {
                 flight.x = came;
             }
         }
-        // A stage that no micro-batch goes down through is done when the stage above has the hidden states, and every
-        // other stage when its gradients have left.
+        // Without a pass down, a micro-batch is done once the stage above has the hidden states, otherwise once the
+        // gradients have left.
         let goes_down = self.router.any() || self.trains[0];
         let last = if goes_down { passed.down.filter(|_| !above) } else { passed.up.filter(|_| above) };
         if let Some(mut flight) = last.and_then(|turn| self.in_flight.remove(&turn)) {

@@ -1,7 +1,7 @@
 //! Rows of Arrow files and streams.
 //!
 //! A stream is a sequence of messages: the schema, dictionaries, and batches of rows. A file is such a stream between
-//! a mark and an index, which is not used. The lengths that a message states are checked before it is read.
+//! a mark and an unused index. The stated lengths of a message are checked before the message is read.
 
 use super::{FEATURES, cells, class_names};
 use crate::error::Error;
@@ -134,7 +134,7 @@ fn message(metadata: &[u8]) -> Result<Message<'_>, String> {
 }
 
 /// Checks that the buffers of a batch are uncompressed, and together no longer than its body: the library copies
-/// buffers that are not aligned.
+/// unaligned buffers.
 fn checked(
     batch: Option<arrow_ipc::RecordBatch<'_>>,
     body: usize,

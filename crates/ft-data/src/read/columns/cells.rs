@@ -75,7 +75,7 @@ fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u
         DataType::FixedSizeList(item, _) => list(item, array.as_fixed_size_list(), i, read, out),
         DataType::Struct(fields) => {
             let columns = fields.iter().zip(array.as_struct().columns());
-            // a struct has the keys of all rows, and nulls for those of other rows
+            // a struct has the keys of all rows, and nulls for keys of other rows
             write_object(columns.map(|(field, array)| (&**field, &**array, read)), i, false, out)
         }
         DataType::Dictionary(..) => {
@@ -145,7 +145,7 @@ fn text(field: &Field, text: &str, read: bool, out: &mut Vec<u8>) -> Written {
     Ok(())
 }
 
-/// Writes bytes as text. Those of columns that are not read, such as images, are left out.
+/// Writes bytes as text. In unread columns, bytes other than UTF-8, such as images, are left out.
 fn bytes(bytes: &[u8], read: bool, out: &mut Vec<u8>) -> Written {
     match std::str::from_utf8(bytes) {
         Ok(text) => json(text, out),

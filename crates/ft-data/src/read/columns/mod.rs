@@ -20,7 +20,7 @@ use serde_json::Value;
 /// Key of a file's metadata under which the datasets package describes columns, as JSON.
 const FEATURES: &str = "huggingface";
 
-/// Refuses a number that JSON does not have, in a column that is `read`. As null, it would be an absent one.
+/// Refuses a non-finite number in a column that is `read`. As JSON's null, it would be an absent one.
 fn finite(number: f64, read: bool) -> Result<f64, String> {
     if number.is_finite() || !read { Ok(number) } else { Err(format!(": {number} is not a finite number")) }
 }

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 /// Most groups around a column, the schema itself included.
 const DEEPEST: usize = 64;
 
-/// Checks that no column is nested too deeply, and that groups count no more children than the schema has.
+/// Checks that no column is nested too deeply, and groups count no more children than the schema has.
 ///
 /// # Errors
 /// Deeper columns; a damaged footer.

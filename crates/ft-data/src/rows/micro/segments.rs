@@ -6,7 +6,7 @@ use super::Micro;
 use crate::shape::example::Teacher;
 use std::ops::Range;
 
-/// Segments begin at multiples of this many tokens of a micro-batch, so that blocks of queries are those of one rank.
+/// Segments begin at multiples of this many tokens of a micro-batch, so a block of queries belongs to one rank.
 pub const CUT: usize = 128;
 
 /// Token ranges of each of `ranks` ranks, in order, for documents of these lengths.

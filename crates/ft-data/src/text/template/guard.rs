@@ -57,8 +57,8 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
 const WORDS: &str = "and block break call continue defined do elif else endblock endcall endfilter endfor endif \
     endmacro endset endwith False false filter for if in is loop macro None none not or recursive set True true with";
 
-/// The names in the tags of a template that may be variables, its own ones among them: not those of attributes,
-/// filters, tests and functions. Stops at the first error, because the tokenizer repeats it without end.
+/// Possible variables in the tags of a template, including the template's own: not names of attributes, filters, tests
+/// and functions. Stops at the first error, because the tokenizer repeats it without end.
 pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
     let mut tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok).map(|(t, _)| t).peekable();
     let (mut names, mut before) = (BTreeSet::new(), None);
@@ -174,7 +174,7 @@ fn rewrite(
 }
 
 /// The names that a macro reads; `n` is the place of its closure, between body and `BuildMacro`. The engine's own list
-/// lacks names that the macro also sets, and those in the arguments of a `filter` block.
+/// lacks names also set by the macro, and names in the arguments of a `filter` block.
 fn read_in_macro(all: &[&I<'static>], n: usize) -> BTreeSet<&'static str> {
     let Some(I::BuildMacro(_, body, _)) = all.get(n + 2) else { return BTreeSet::new() };
     let name = |i: &&I<'static>| match i {

@@ -1,6 +1,6 @@
-//! Keeps the engine from computing constants with its own rules (`-7 // 2`, `1e-7 ~ ''`): one literal of each such
-//! expression goes through a filter, which returns it unchanged. Also refuses constructs with another meaning in the
-//! engine than in Jinja2.
+//! Keeps the engine from computing constants with its own rules (`-7 // 2`, `1e-7 ~ ''`): one literal of every such
+//! expression goes through a filter without effect. Also refuses constructs with another meaning in the engine than in
+//! Jinja2.
 
 use minijinja::machinery::ast::{CallArg, Expr, Macro, Stmt, UnaryOpKind};
 use minijinja::machinery::{Span, Token, tokenize};
@@ -9,8 +9,8 @@ use minijinja::syntax::SyntaxConfig;
 /// The source, with a filter behind a literal of each constant expression.
 ///
 /// # Errors
-/// Line and description of the first refused construct: a call whose arguments stand in an order that Jinja2 refuses,
-/// values of `with` and defaults of macros that name variables of the same tag.
+/// Line and description of the first refused construct: a call with arguments in an order refused by Jinja2, values of
+/// `with` and defaults of macros with variables of the same tag.
 pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> Result<String, (usize, String)> {
     let mut found = Literals { spans: Vec::new(), names: Vec::new(), refused: None };
     found.statement(tree);

@@ -49,7 +49,7 @@ impl Tensors {
         }
     }
 
-    /// Name of a tensor that is held: the key itself, or as transformers 5 or the text model alone has it.
+    /// Name of a held tensor: the key itself, or as in transformers 5 or in the text model alone.
     fn name_of<'a>(&self, key: &'a str) -> Option<Cow<'a, str>> {
         let holds = |name: &str| match self {
             Tensors::File(f) => f.info(name).is_some(),
@@ -95,8 +95,8 @@ impl Adapter {
         Self { dir, config, tensors: Tensors::Memory(values), fused: Mutex::default() }
     }
 
-    /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
-    /// programs, whose 4-bit bases are 4-bit checkpoints.
+    /// `model.quantize` of this adapter's training run. [`Quantize::None`] for adapters of other programs: their 4-bit
+    /// bases are 4-bit checkpoints.
     ///
     /// # Errors
     /// An unknown value.
@@ -110,8 +110,8 @@ impl Adapter {
         })
     }
 
-    /// Names of the outputs of the score head that the adapter holds, if any; transformers' default names for adapters
-    /// of other programs.
+    /// Names of the outputs of the adapter's score head, if any; transformers' default names for adapters of other
+    /// programs.
     ///
     /// # Errors
     /// A tensor of another shape than a head's.
@@ -136,7 +136,7 @@ impl Adapter {
         Ok(Some(named.unwrap_or_else(|| numbered(outputs))))
     }
 
-    /// The config of a base with this adapter: with its layout of experts, and with its score head, if it holds one.
+    /// The config of a base with this adapter: with the adapter's layout of experts, and with its score head, if any.
     ///
     /// # Errors
     /// Another number of outputs than the base's score head, or as [`Adapter::scores`].
@@ -300,7 +300,7 @@ impl Adapter {
     }
 
     /// Checks the adapter against a selection: refuses untrained tensors, shape mismatches, A without B or
-    /// vice versa, a tied head that differs from the embedding, and, of a file, another scale.
+    /// vice versa, a tied head unlike the embedding, and, of a file, another scale.
     pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         let mut known: HashSet<String> = HashSet::new();
         for t in trained {
@@ -330,7 +330,7 @@ impl Adapter {
         self.check_scales(selection, trained)
     }
 
-    /// Refuses tensors that nothing trains, except frozen weights of the base and LoRA without effect on a tower.
+    /// Refuses untrained tensors, except frozen weights of the base and LoRA without effect on a tower.
     fn check_extra(&self, known: &HashSet<Cow<'_, str>>) -> ft_base::Result<()> {
         let mut extra = Vec::new();
         for name in self.tensors.names().filter(|n| !known.contains(*n) && !is_frozen(n)) {
@@ -392,7 +392,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// Token rows must match the tokens that train, in the same order.
+    /// Token rows must match the trained tokens, in the same order.
     fn check_tokens(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         for t in trained.iter().filter(|t| t.part == Part::Rows) {
             let ours = selection.tokens.of(&t.module);
@@ -459,8 +459,8 @@ impl Adapter {
         Err(self.fail(why).into())
     }
 
-    /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base. The names of
-    /// either may be those of transformers 5, those of a release, or those of the text model alone.
+    /// Compares `*.base_layer.*` tensors, saved by PEFT for adapters of a tied head, with the base. The names of either
+    /// may follow transformers 5, a release, or the text model alone.
     pub fn check_base(&self, base: &TensorFiles, config: &Config) -> ft_base::Result<()> {
         let [head, embedding] = [config.vocabulary_name().to_string(), config.embedding_name()]
             .map(|m| alone(&format!("{m}.weight")).into_owned());
@@ -488,7 +488,7 @@ impl Adapter {
     }
 }
 
-/// Whether a tensor is a frozen weight of the base, which PEFT saves with adapters of embedding and head.
+/// Whether a tensor is a frozen weight of the base, saved by PEFT with adapters of embedding and head.
 fn is_frozen(name: &str) -> bool {
     name.contains(".base_layer.") && !name.contains(".base_layer.lora_")
 }
@@ -498,7 +498,7 @@ fn is_of_tower(name: &str) -> bool {
     name.split('.').any(|part| TOWERS.contains(&part))
 }
 
-/// Shape of the tensor of all experts, if `key` names that.
+/// Shape of the tensor of all experts, if named by `key`.
 fn fused_shape(t: &Trained, key: &str) -> Option<Vec<usize>> {
     let fused = t.fused.as_ref().filter(|f| key == format!("{PREFIX}{}", f.name(t.part)))?;
     let slice = fused.parameter.slice.as_ref()?;

@@ -60,7 +60,7 @@ pub fn save(
     Ok(store::write_json(&dir.join("adapter_config.json"), &json)?)
 }
 
-/// A tensor of the file; of all experts, in parts that are joined when it is written.
+/// A tensor of the file; of all experts, in parts joined on writing.
 enum Stored {
     Whole(Tensor),
     Fused(FusedTensor),
@@ -90,7 +90,7 @@ fn write_tensors(
     })
 }
 
-/// A dropout of LoRA on linears other than the one in the config, if there is any. PEFT applies none to embeddings.
+/// A dropout of LoRA on linears other than the one in the config, if any. PEFT applies none to embeddings.
 fn other_dropout(selection: &Selection, config: &Value) -> Option<f64> {
     let linears = selection.loras().filter(|(m, _)| !matches!(m.kind, Kind::Embedding { .. }));
     linears.map(|(_, spec)| spec.dropout).find(|p| config[DROPOUT].as_f64() != Some(*p))

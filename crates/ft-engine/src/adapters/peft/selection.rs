@@ -53,7 +53,7 @@ impl Selection {
         Ok(s)
     }
 
-    /// Makes parameters of the linears whose weights a PEFT adapter names in `target_parameters`.
+    /// Makes parameters of the linears with weights named by a PEFT adapter in `target_parameters`.
     fn parameters_of(&mut self, peft: &PeftConfig) -> Result<(), Error> {
         let is_whole = |m: &Module| m.parameter.is_none() && matches!(m.kind, Kind::Linear { .. });
         for (m, _) in self.modules.iter_mut().filter(|(m, _)| is_whole(m)) {

@@ -120,7 +120,7 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)], beside: 
     json!(out)
 }
 
-/// Name under which PEFT adapts a module.
+/// Name of a module in PEFT's targets.
 fn target_name(m: &Module) -> &str {
     m.parameter.as_ref().map_or(&m.name, |p| &p.name)
 }

@@ -17,9 +17,9 @@ impl Selection {
     /// Applies a recipe's rules in order; later rules override earlier ones.
     ///
     /// # Errors
-    /// A rule that matches nothing; a listed layer or expert not in the model (with a list of
-    /// alternatives); LoRA on a norm; LoRA rank 0. Ranges beyond the model are warnings in `notes`, as are rules that
-    /// later ones override for all modules.
+    /// A rule without a match; a listed layer or expert not in the model (with a list of alternatives); LoRA on a norm;
+    /// LoRA rank 0. Ranges beyond the model are warnings in `notes`, as are rules overridden by later ones for all
+    /// modules.
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         // rule of each module's choice
@@ -140,8 +140,8 @@ impl Selection {
         Err(Conflict { modules: [dora, embedding], why })
     }
 
-    /// Refuses choices that an adapter of all experts of a layer cannot hold: experts or their linears with different
-    /// ones, and weights in full beside others.
+    /// Refuses choices unfit for an adapter of all experts of a layer: different ones for experts or their linears, and
+    /// training in full, unless everything trains in full.
     fn fused_alike(&self) -> Result<(), Conflict> {
         let (mut first, full) = (HashMap::new(), self.everything_full());
         for (at, (m, c)) in self.modules.iter().enumerate() {
@@ -167,7 +167,7 @@ impl Selection {
         Ok(())
     }
 
-    /// Refuses a bare parameter that trains although not everything does.
+    /// Refuses a trained bare parameter, unless everything trains in full.
     fn bare_alone(&self) -> Result<(), Conflict> {
         let trains = |(m, c): &(Module, Choice)| m.is_bare() && *c != Choice::Freeze;
         let Some(at) = self.modules.iter().position(trains).filter(|_| !self.everything_full()) else {

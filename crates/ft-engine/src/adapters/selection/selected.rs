@@ -1,4 +1,4 @@
-//! Modules of a model with their training methods, and the tensors that train.
+//! Modules of a model with their training methods, and the trained tensors.
 
 use super::choice::Choice;
 use super::tokens::Tokens;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub struct Selection {
     /// Modules in the order of the forward pass.
     pub modules: Vec<(Module, Choice)>,
-    /// Tensors outside all rules, which never train.
+    /// Tensors outside all rules, never trained.
     pub constants: Vec<Module>,
     /// Number of decoder layers.
     pub layers: usize,
@@ -24,7 +24,7 @@ pub struct Selection {
     pub tied: bool,
     /// Tokens with trained rows, if any.
     pub tokens: Tokens,
-    /// Warnings about rules: ranges of layers or experts beyond the model, rows that get no gradient.
+    /// Warnings about rules: ranges of layers or experts beyond the model, rows without gradient.
     pub notes: Vec<String>,
 }
 

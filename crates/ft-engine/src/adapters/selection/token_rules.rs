@@ -35,7 +35,7 @@ impl Selection {
         Ok(())
     }
 
-    /// Refuses rules that train the same weights in addition to token rows.
+    /// Refuses rules training the same weights in addition to token rows.
     pub(super) fn tokens_alone(&self) -> Result<(), Error> {
         let Some(named) = &self.tokens.named else { return Ok(()) };
         for (m, c) in self.modules.iter().filter(|(m, _)| has_rows(m)) {

@@ -54,7 +54,7 @@ pub(crate) fn has_rows(m: &Module) -> bool {
     matches!(m.group, Group::Embedding | Group::Head) && !m.is_score()
 }
 
-/// Error for token rows of a module that another rule trains too.
+/// Error for token rows of a module trained by another rule too.
 pub(crate) fn trains_twice(m: &Module) -> String {
     format!(
         "{} trains otherwise too, and rows of new tokens train alone\n  hint: leave the embedding and the head \

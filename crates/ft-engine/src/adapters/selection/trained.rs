@@ -41,7 +41,7 @@ pub struct Trained {
     pub unit: usize,
     /// Expert of a mixture, if the tensor is of one.
     pub expert: Option<usize>,
-    /// The way in which ranks of a tensor group cut the module's weight.
+    /// How ranks of a tensor group cut the module's weight.
     pub cut: CutAlong,
     /// Factor on the learning rate.
     pub lr_scale: f64,
@@ -90,7 +90,7 @@ impl Trained {
 pub struct TrainedPart<'a> {
     pub module: &'a Module,
     pub part: Part,
-    /// Shape, of which the first `rank` entries are used.
+    /// Shape, in the first `rank` entries.
     pub(super) dims: [usize; 3],
     pub(super) rank: usize,
     /// Factor on the learning rate.

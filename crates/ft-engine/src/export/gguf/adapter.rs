@@ -165,7 +165,7 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
     Ok(())
 }
 
-/// The error of LoRA on a weight that is a vector in the file.
+/// The error of LoRA on a weight stored as a vector in the file.
 fn no_matrix<T>(m: &Module) -> ft_base::Result<T> {
     Ok(refuse(&m.name, format!("has LoRA, and llama.cpp holds it as a vector\n  {MERGE}"))?)
 }

@@ -61,8 +61,8 @@ pub(super) fn alternate(rows: usize, first: usize) -> Change {
     list((first..rows).step_by(2))
 }
 
-/// Value heads of `dim` rows, which the model has by key head, in turns of the key heads: `per` for each of `keys`.
-/// Rows before `from` stay.
+/// Value heads of `dim` rows, by key head in the model, in turns of the key heads: `per` for each of `keys`. Rows
+/// before `from` stay.
 pub(super) fn in_turns(from: usize, (keys, per, dim): (usize, usize, usize)) -> Vec<u32> {
     let heads = (0..per).flat_map(move |v| (0..keys).map(move |k| k * per + v));
     (0..from)

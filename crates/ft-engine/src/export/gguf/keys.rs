@@ -17,7 +17,7 @@ fn has_windows(config: &Config) -> bool {
     ["gemma3_text", "gemma4_text", "gpt_oss", "olmo3"].contains(&config.family.model_type)
 }
 
-/// Context length with identical results in llama.cpp, which has no sliding windows for most families.
+/// Context length with identical results in llama.cpp, without sliding windows for most families.
 pub(super) fn context(config: &Config) -> usize {
     let windows = config.attention.iter().filter_map(|a| a.window).filter(|_| !has_windows(config));
     windows.fold(config.max_positions, usize::min)
@@ -140,7 +140,7 @@ fn of_scaling(rope: &Rope, arch: &str, put: &mut impl FnMut(&str, GgufValue)) ->
     Ok(Vec::new())
 }
 
-/// Divisors of the frequencies; of channels that do not rotate, beyond any context.
+/// Divisors of the frequencies; of unrotated channels, beyond any context.
 fn divisors(rope: &Rope) -> Vec<f32> {
     let plain = Rope { scaling: Scaling::Default, ..rope.clone() };
     let (plain, scaled) = (plain.frequencies().0, rope.frequencies().0);
@@ -197,7 +197,7 @@ fn of_layers(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
     }
 }
 
-/// A JSON file of a model folder; empty if it is not there.
+/// A JSON file of a model folder; empty if absent.
 ///
 /// # Errors
 /// A file that is no JSON object.

@@ -128,7 +128,7 @@ impl TensorNameMap<'_> {
 
     fn layer(&mut self, l: usize, t: LayerTree) {
         let name = |last: &str| format!("blk.{l}.{last}");
-        // The norm of the feed-forward part is called as that of attention's output elsewhere.
+        // The norm of the feed-forward part has the name of the norm of attention's output elsewhere.
         let of_mlp = match self.arch {
             "gpt-oss" | "qwen3next" | "qwen35" | "qwen35moe" => "post_attention_norm",
             _ => "ffn_norm",

@@ -219,7 +219,7 @@ impl TensorFiles {
     /// A tensor in its own dtype and shape, bit for bit, on the CPU; 8-bit floats as bytes.
     ///
     /// # Errors
-    /// A dtype that tensors in memory lack; otherwise as [`TensorFiles::read`].
+    /// A dtype unsupported in memory; otherwise as [`TensorFiles::read`].
     pub fn untouched(&self, name: &str) -> Result<Tensor, Error> {
         let info = self.get(name)?;
         let dtype = match self.dtype_of(name)? {
@@ -230,10 +230,10 @@ impl TensorFiles {
             .map_err(|e| wrong(name, e))
     }
 
-    /// Dtype in memory of a tensor that is read as it is.
+    /// Dtype in memory of a tensor read unchanged.
     ///
     /// # Errors
-    /// A dtype that tensors in memory lack.
+    /// A dtype unsupported in memory.
     pub fn dtype_of(&self, name: &str) -> Result<DType, Error> {
         let info = self.get(name)?;
         DType::try_from(info.dtype).map_err(|_| {
@@ -294,7 +294,7 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Hash state of a file, if it is hashed while reading.
+    /// Hash state of a file, if hashed while reading.
     fn passing(&self, file: usize) -> Option<&StreamHasher> {
         self.passing.get()?.get(file)?.as_ref()
     }
@@ -302,7 +302,7 @@ impl TensorFiles {
     /// Name, size and BLAKE3 hash of each open file, sorted by name. Uses cached hashes of unchanged files.
     ///
     /// # Errors
-    /// [`Error::Read`]; [`Error::Changed`] for a file that changes meanwhile.
+    /// [`Error::Read`]; [`Error::Changed`] for a file changed meanwhile.
     pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
         let mut all = Vec::with_capacity(self.files.len());
         for (number, (path, file)) in self.files.iter().enumerate() {

@@ -5,7 +5,7 @@ use super::{Scale, TensorFiles, TensorInfo};
 use crate::files::{Error, MXFP4_BLOCK};
 use safetensors::Dtype;
 
-/// A tensor of the file that is read as parts.
+/// A tensor of the file, read as parts.
 #[derive(Clone, Debug)]
 pub struct SplitTensor {
     /// Name in the file.
@@ -17,7 +17,7 @@ pub struct SplitTensor {
 }
 
 impl TensorFiles {
-    /// Presents tensors under the names that `new` returns, which must all differ; before any other change.
+    /// Presents tensors under the names returned by `new`, all distinct; before any other change.
     pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
         let tensors = std::mem::take(&mut self.tensors).into_iter();
         self.tensors = tensors.map(|(name, info)| (new(&name).unwrap_or(name), info)).collect();
@@ -70,8 +70,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is then no tensor of
-    /// its own. Nothing happens unless both are there, with matching shapes.
+    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value per block, then no longer a separate tensor.
+    /// Nothing happens unless both exist, with matching shapes.
     pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) {
         let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return };
         let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
@@ -88,7 +88,7 @@ impl TensorFiles {
     }
 
     /// Presents the MXFP4 tensors `blocks` `[o, i / 32, 16]` and `scales` `[o, i / 32]`, u8, as the matrix `name`
-    /// `[o, i]` in BF16, which has every value. Nothing happens unless both are there, with matching shapes.
+    /// `[o, i]` in BF16, exact but for overflow. Nothing happens unless both exist, with matching shapes.
     pub fn decode(&mut self, name: &str, [blocks, scales]: [&str; 2]) {
         let [of_blocks, of_scales] = [blocks, scales].map(|n| self.tensors.get(n).cloned());
         let (Some(of_blocks), Some(of_scales)) = (of_blocks, of_scales) else { return };
@@ -112,7 +112,7 @@ impl TensorFiles {
         self.scales.contains_key(name)
     }
 
-    /// Tensors of the files that are read as parts.
+    /// Tensors of the files, read as parts.
     pub fn splits(&self) -> &[SplitTensor] {
         &self.splits
     }

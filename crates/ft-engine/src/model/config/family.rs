@@ -5,7 +5,7 @@ use super::layers::by_layer;
 use super::rules::{CAP, DROPOUT};
 use ft_kernels::swiglu::Joint;
 
-/// Key of the share of a head's channels that rotate.
+/// Key of the rotated share of a head's channels.
 pub(super) const PARTIAL: &str = "partial_rotary_factor";
 /// Key of the base in sliding layers, at the top level.
 pub(super) const LOCAL: &str = "rope_local_base_freq";
@@ -45,7 +45,7 @@ pub enum Window {
 }
 
 impl Window {
-    /// Whether there are windows only with `use_sliding_window`.
+    /// Whether windows need `use_sliding_window`.
     pub(super) fn has_switch(self) -> bool {
         match self {
             Window::AlwaysIf | Window::FromLayer | Window::EvenBelow | Window::WithoutPositions => true,
@@ -54,7 +54,7 @@ impl Window {
     }
 }
 
-/// Names of the norms of a layer; `None` for norms that a family lacks.
+/// Names of the norms of a layer; `None` for absent ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NormNames {
     /// Of attention's input.
@@ -104,9 +104,9 @@ pub enum QkNorms {
 /// The function of the gate in a feed-forward part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateFunction {
-    /// SiLU, or the function that `hidden_act` names.
+    /// SiLU, or the function named by `hidden_act`.
     Silu,
-    /// GELU by tanh, or the function that `hidden_activation` names.
+    /// GELU by tanh, or the function named by `hidden_activation`.
     GeluTanh,
     /// Clamped SwiGLU of gpt-oss (`swiglu_limit`, `swiglu_alpha`).
     Clamped,
@@ -135,7 +135,7 @@ pub enum DeltaProjections {
 pub struct Experts {
     /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`); empty if its parts are the layer's.
     pub block: &'static str,
-    /// Names of gate, up and down projection within an expert. Where gate and up are joint, the first is of both.
+    /// Names of gate, up and down projection within an expert. If gate and up are joint, the first is of both.
     pub names: [&'static str; 3],
     /// Gate and up as one matrix, fused over all experts in checkpoints and adapters.
     pub joint: Option<JointExperts>,
@@ -159,14 +159,14 @@ pub struct Experts {
     pub top_k_key: &'static str,
     /// Config key of the inner width of the shared expert, in families with one.
     pub shared_key: Option<&'static str>,
-    /// A dense feed-forward part beside the experts, with norms of its own, as Gemma 4 has it.
+    /// A dense feed-forward part beside the experts, with separate norms, as in Gemma 4.
     pub beside: Option<Beside>,
 }
 
 /// Names of a family with experts beside a dense feed-forward part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Beside {
-    /// Config key that says whether a model has experts.
+    /// Boolean config key: whether a model has experts.
     pub switch: &'static str,
     /// Norms of input and output of the dense part.
     pub dense: [&'static str; 2],
@@ -197,9 +197,9 @@ pub struct Family {
     pub model_type: &'static str,
     /// Class name in `architectures`.
     pub architecture: &'static str,
-    /// Class name of transformers' sequence classifier, if there is one.
+    /// Class name of transformers' sequence classifier, if any.
     pub classifier: Option<&'static str>,
-    /// `model_type` and class name of checkpoints with a vision tower, whose `text_config` is this model.
+    /// `model_type` and class name of checkpoints with a vision tower and this model as `text_config`.
     pub nested: Option<(&'static str, &'static str)>,
     pub qkv_bias: Bias,
     pub o_bias: Bias,
@@ -226,15 +226,15 @@ pub struct Family {
     pub rotates_neighbors: bool,
     /// Default interval between layers without rotary embedding; `no_rope_layers` (0 for such a layer) overrides it.
     pub no_rope_interval: Option<usize>,
-    /// Default of `tie_word_embeddings`, in the class of the text model and in that of a vision checkpoint.
+    /// Default of `tie_word_embeddings`, in the classes of the text model and of a vision checkpoint.
     pub default_tied: bool,
-    /// Keys that this family reads; in others they are refused, or have no effect and a note.
+    /// Keys read by this family; other families refuse them, or note that they have no effect.
     pub reads: &'static [&'static str],
     /// Whether norms multiply by `1 + w`, with w the stored weight.
     pub plus_one: bool,
-    /// Whether the query projection also makes a gate per channel, whose sigmoid multiplies the output of attention.
+    /// Whether the query projection also makes a sigmoid gate per channel on the output of attention.
     pub gated: bool,
-    /// Share of a head's channels that rotate, if config.json has no `partial_rotary_factor`.
+    /// Rotated share of a head's channels, if config.json has no `partial_rotary_factor`.
     pub default_rotary: f64,
     /// Linear attention in some layers, with these projections.
     pub delta: Option<DeltaProjections>,
@@ -533,7 +533,7 @@ const GATED_DELTA: Family = Family {
     ..DENSE
 };
 
-/// Experts of all layers, with gates that sum to one.
+/// Experts of all layers, with gates summing to one.
 const EXPERTS: Experts = Experts {
     block: "mlp",
     names: ["gate_proj", "up_proj", "down_proj"],
@@ -580,7 +580,7 @@ impl Family {
         (key == DROPOUT || self.reads.contains(&key)) && !(key == CAP && nested && !self.by_layer)
     }
 
-    /// Whether a key that some families alone read has an effect in this one; true for other keys.
+    /// Whether a key of some families alone has an effect in this one; true for other keys.
     pub(super) fn has_use_for(&self, key: &str) -> bool {
         let of_experts = |reads: fn(&Experts, &str) -> bool| self.experts.is_some_and(|x| reads(&x, key));
         match key {

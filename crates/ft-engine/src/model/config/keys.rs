@@ -14,7 +14,7 @@ pub struct Keys<'a> {
     /// Path of the table, with a trailing dot.
     path: String,
     pub(super) raw: &'a Map<String, Value>,
-    /// Path and keys of a table of the file that is merged into this one.
+    /// Path and keys of a table of the file merged into this one.
     merged: Option<(String, &'a Map<String, Value>)>,
 }
 
@@ -38,7 +38,7 @@ impl<'a> Keys<'a> {
         Keys { file: self.file, path: self.path.clone(), raw, merged: None }
     }
 
-    /// The same keys, with the table that is merged into them: errors name the table with the key.
+    /// The same keys, with the table merged into them: errors name the table with the key.
     pub(super) fn merged(self, table: Option<Keys<'a>>) -> Self {
         Self { merged: table.map(|t| (t.path, t.raw)), ..self }
     }
@@ -61,7 +61,7 @@ impl<'a> Keys<'a> {
         Error::Key { file: self.file.into(), key: self.name(key), why: why.into() }
     }
 
-    /// A note on a key whose value has no effect; an error if it `is_new`.
+    /// A note on a key without effect; an error if it `is_new`.
     pub(super) fn without_effect(&self, key: &str, why: &str, is_new: bool) -> Result<String> {
         let value = self.get(key).map(short).unwrap_or_default();
         self.note(key, format!("{value} has no effect, as in transformers: {why}"), is_new)

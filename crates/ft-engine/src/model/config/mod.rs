@@ -1,7 +1,7 @@
 //! Reads `config.json` of transformers 4 and 5 into one [`Config`].
 //!
 //! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
-//! [`Config::unknown`]. Keys of rotary embeddings, windows and tied heads that transformers ignores are listed in
+//! [`Config::unknown`]. Keys of rotary embeddings, windows and tied heads ignored by transformers are listed in
 //! [`Config::notes`], and refused in overrides. Absent keys have the defaults of transformers' classes.
 
 mod defaults;

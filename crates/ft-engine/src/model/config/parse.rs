@@ -20,8 +20,8 @@ impl Config {
     /// Reads `config.json` of a model folder, with `overrides` replacing keys.
     ///
     /// # Errors
-    /// A missing or malformed file, an unknown architecture, or a key that is missing, out of range or
-    /// unsupported; an override that ties a head unlike the embedding. The error names the file and the key.
+    /// A missing or malformed file, an unknown architecture, or a missing, out-of-range or unsupported key; an override
+    /// tying a head unlike the embedding. The error names the file and the key.
     pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
         let file = dir.join("config.json").display().to_string();
         let bytes = store::read_inside(dir, "config.json", store::LARGEST).map_err(|e| {
@@ -39,8 +39,8 @@ impl Config {
         Self::overridden(&file, raw, overrides)?.spelled_as_in(dir).untied_as_in(dir, &file, overrides)
     }
 
-    /// Parses a JSON object after replacing keys by `overrides`, of the text model where it is nested; `file` is the
-    /// name in errors.
+    /// Parses a JSON object after replacing keys by `overrides`, in the text model if nested; `file` is the name in
+    /// errors.
     ///
     /// # Errors
     /// As [`Config::load`], with a hint if the offending key comes from an override.
@@ -240,13 +240,13 @@ fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
     Ok(Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? })
 }
 
-/// Keys of a vision checkpoint that its text model does not have.
+/// Keys of a vision checkpoint absent from the text model.
 const OF_WHOLE: [&str; 2] = ["architectures", "quantization_config"];
 
-/// Key of a head that shares the embedding's weight.
+/// Key of a head tied to the embedding.
 pub(super) const TIED: &str = "tie_word_embeddings";
 
-/// Renames a Mistral with [`TYPES`], which its class does not read, to Ministral, as transformers' `AutoConfig` does.
+/// Renames a Mistral with [`TYPES`], not read by its class, to Ministral, as transformers' `AutoConfig` does.
 fn name_ministral(raw: &mut Map<String, Value>, overrides: &Map<String, Value>) {
     let lists = raw.contains_key(TYPES) || overrides.contains_key(TYPES);
     if !lists || raw.get("model_type").is_none_or(|name| name != "mistral") {

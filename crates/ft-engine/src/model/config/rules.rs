@@ -13,7 +13,7 @@ use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 
-/// Keys that describe files, tokens, generation or training and do not change the forward pass.
+/// Keys of files, tokens, generation or training, without effect on the forward pass.
 const HARMLESS: &[&str] = &[
     "cache_implementation",
     "experts_per_token",
@@ -123,10 +123,10 @@ const READ: &[&str] = &[
 /// Key of the limit of the logits.
 pub(super) const CAP: &str = "final_logit_softcapping";
 
-/// Keys with an effect in the classes of families that read them, and in no other.
+/// Keys with an effect only in the families reading them.
 pub(super) const OF_SOME: [&str; 3] = [CAP, "no_rope_layers", "query_pre_attn_scalar"];
 
-/// Key of the dropout of attention's probabilities, which every class reads.
+/// Key of the dropout of attention's probabilities, read by every class.
 pub(super) const DROPOUT: &str = "attention_dropout";
 
 /// Keys of dropout and noise in training.
@@ -137,7 +137,7 @@ pub(super) const NOISE: [&str; 6] =
 const ACTIVATIONS: &[(&str, Activation)] =
     &[("silu", Activation::Silu), ("swish", Activation::Silu), ("gelu_pytorch_tanh", Activation::GeluTanh)];
 
-/// Keys with an effect on the numbers, each with its neutral value (NaN: none).
+/// Keys with an effect on the numbers, with neutral values (NaN: none).
 const UNSUPPORTED: &[(&str, f64)] = &[
     ("attention_multiplier", f64::NAN),
     ("attn_logit_softcapping", f64::NAN),
@@ -225,8 +225,7 @@ pub(super) fn is_noise(value: Option<&Value>) -> bool {
     value.and_then(Value::as_f64).is_some_and(|rate| rate != 0.0)
 }
 
-/// The first key of overrides that is in none of the lists above, or that this family does not read: with the reason
-/// and a hint.
+/// The first key of overrides in none of the lists above, or not read by this family: with the reason and a hint.
 pub(super) fn idle_override(overrides: &Map<String, Value>, family: &Family) -> Option<(String, String)> {
     if overrides.contains_key(Config::TEXT) {
         let why = "no effect\n  hint: keys of the text model stand in model.override itself";
@@ -283,8 +282,8 @@ impl Keys<'_> {
         out
     }
 
-    /// Checks token ids: integers or lists of integers. Notes on EOS ids outside the vocabulary, which are errors in
-    /// `overrides`.
+    /// Checks token ids: integers or lists of integers. Notes on EOS ids outside the vocabulary; in `overrides` they
+    /// are errors.
     pub(super) fn token_ids(&self, vocab: usize, overrides: &Map<String, Value>) -> Result<Vec<String>> {
         const EOS: &str = "eos_token_id";
         let mut notes = Vec::new();
@@ -306,7 +305,7 @@ impl Keys<'_> {
         Ok(notes)
     }
 
-    /// The padding token, if it is in the vocabulary; negative ids count from its end, as in PyTorch.
+    /// The padding token, if in the vocabulary; negative ids count from the end, as in PyTorch.
     pub(super) fn pad(&self, vocab: usize) -> Option<u32> {
         let id = self.get("pad_token_id")?.as_i64()?;
         let id = if id < 0 { id + vocab as i64 } else { id };
@@ -361,7 +360,7 @@ impl Keys<'_> {
         }
     }
 
-    /// Refuses keys of a table that are not known, unless null.
+    /// Refuses unknown keys of a table, unless null.
     pub(super) fn only(&self, known: impl Fn(&str) -> bool) -> Result<()> {
         match self.raw.keys().find(|k| self.get(k).is_some() && !known(k)) {
             Some(key) => Err(self.bad(key, "ft does not know this key, and it may change the numbers")),
@@ -446,7 +445,7 @@ impl Keys<'_> {
             return Ok(None);
         }
         let [a, b] = EXPERT_COUNTS;
-        // 0 where a class makes all layers dense then.
+        // 0 if a class makes all layers dense then.
         let count = |name| if x.dense_layers { self.count(name, EXPERTS) } else { self.some(name, EXPERTS) };
         let [own, a, b] = [x.count_key, a, b].map(count);
         let Some(experts) = own?.or(a?).or(b?) else { return Err(self.bad(x.count_key, "missing")) };

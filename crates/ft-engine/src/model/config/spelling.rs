@@ -1,4 +1,4 @@
-//! Spelling of a checkpoint's tensors: the text model within a vision checkpoint, and parts that `ft` does not compute.
+//! Spelling of a checkpoint's tensors: the text model within a vision checkpoint, and parts not computed by `ft`.
 
 use super::error::Result;
 use super::keys::Keys;
@@ -26,7 +26,7 @@ pub const TOWERS: [&str; 7] = [
     "embed_audio",
 ];
 
-/// The head for several tokens at once, which `ft` does not compute, and a constant.
+/// The head for several tokens at once, not computed by `ft`, and a constant.
 const APART: [&str; 2] = ["mtp", LAYER_SCALAR];
 
 /// Name of the factor on a layer's output, a buffer in transformers: computed, and never trained.
@@ -40,7 +40,7 @@ pub fn current_name(name: &str) -> Option<String> {
     RELEASED.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old)?)))
 }
 
-/// Whether a tensor belongs to a part that `ft` does not train. Such tensors pass through unchanged.
+/// Whether a tensor belongs to a part never trained by `ft`. Such tensors pass through unchanged.
 fn is_apart(tensor: &str) -> bool {
     tensor.split('.').any(|part| TOWERS.contains(&part) || APART.contains(&part))
 }
@@ -51,8 +51,8 @@ pub(super) fn default_body(nested: bool) -> &'static str {
 }
 
 impl Config {
-    /// Whether a tensor passes through unchanged: as `is_apart`, or projections of keys and values of a layer that
-    /// uses those of an earlier one.
+    /// Whether a tensor passes through unchanged: as `is_apart`, or key and value projections of a layer using an
+    /// earlier layer's.
     pub fn passes(&self, tensor: &str) -> bool {
         is_apart(tensor) || self.is_unused(tensor).unwrap_or(false)
     }
@@ -97,7 +97,7 @@ impl Config {
         Ok(files)
     }
 
-    /// The same config with the prefix of the weights in `dir`, if there are any.
+    /// The same config with the prefix of the weights in `dir`, if any.
     pub(super) fn spelled_as_in(mut self, dir: &Path) -> Self {
         let exists = |file: &str| dir.join(file).is_file();
         let names: Vec<String> = if exists(SINGLE) {
@@ -117,12 +117,12 @@ impl Config {
     /// is the name in errors.
     ///
     /// # Errors
-    /// A head that is tied by `overrides`.
+    /// A head tied by `overrides`.
     pub(super) fn untied_as_in(self, dir: &Path, file: &str, overrides: &Map<String, Value>) -> Result<Self> {
         let head = format!("{}.weight", self.vocabulary_name());
         let embedding = format!("{}.weight", self.embedding_name());
         let has_own = |files: TensorFiles| differ(&files, &head, &embedding);
-        // Files that cannot be read are refused where they are opened to be used.
+        // Unreadable files are refused when opened for use.
         if !self.tied || !self.open_weights(dir).is_ok_and(has_own) {
             return Ok(self);
         }
@@ -144,10 +144,10 @@ impl Config {
     }
 }
 
-/// Bytes of a tensor that are compared at a time.
+/// Bytes of a tensor compared at a time.
 const PIECE: usize = 16 << 20;
 
-/// Whether both tensors are there and differ in dtype, shape or a bit.
+/// Whether both tensors exist and differ in dtype, shape or a bit.
 fn differ(files: &TensorFiles, a: &str, b: &str) -> bool {
     let (Some(of_a), Some(of_b)) = (files.info(a), files.info(b)) else { return false };
     if of_a.dtype != of_b.dtype || of_a.shape != of_b.shape {

@@ -32,7 +32,7 @@ pub struct Config {
     pub head_dim: usize,
     /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
-    /// The padding token, whose row of the embedding gets no gradient as an input, as in PyTorch's `padding_idx`.
+    /// The padding token; as an input, it gives the embedding no gradient, as in PyTorch's `padding_idx`.
     pub pad: Option<u32>,
     /// Epsilon of RMSNorm.
     pub eps: f64,
@@ -64,11 +64,11 @@ pub struct Config {
     pub format: WeightFormat,
     /// Per-layer inputs, if the model has them.
     pub layer_inputs: Option<LayerInputs>,
-    /// Whether dense feed-forward layers are twice as wide where keys and values are an earlier layer's.
+    /// Whether dense feed-forward layers are twice as wide if keys and values are an earlier layer's.
     pub double_wide: bool,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
-    /// The first key of overrides that is unknown, or not read by the family, with the reason and a hint. A check
+    /// The first key of overrides unknown to `ft` or not read by the family, with the reason and a hint. A check
     /// against the recipe refuses it.
     pub idle_override: Option<(String, String)>,
     /// Known keys of the file without effect, with the reason.
@@ -86,13 +86,13 @@ pub enum WeightFormat {
     Bitsandbytes,
     /// Experts in MXFP4.
     Mxfp4,
-    /// Experts in MXFP4, which are read as values.
+    /// Experts in MXFP4, read as values.
     Mxfp4AsValues,
     /// 8-bit weights: rows and columns of the blocks that share a scale.
     Fp8([usize; 2]),
 }
 
-/// What distinguishes the attention of a layer.
+/// Attention settings of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerAttention {
     /// Sliding window, in tokens; `None` is full attention.
@@ -107,7 +107,7 @@ pub struct LayerAttention {
     pub keys: KeySource,
 }
 
-/// Where a layer's keys and values come from.
+/// Source of a layer's keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KeySource {
     /// Projections of this layer.
@@ -131,7 +131,7 @@ pub struct LayerInputs {
 }
 
 impl LayerAttention {
-    /// The earlier layer whose keys and values this one uses, if it does.
+    /// The earlier layer with the keys and values of this one, if any.
     pub fn producer(&self) -> Option<usize> {
         match self.keys {
             KeySource::Of(l) => Some(l),
@@ -203,7 +203,7 @@ impl Config {
         Some(Self { scores: Some(labels), tied: false, ..self })
     }
 
-    /// The model with random numbers in place of the checkpoint's weights: none of them are in 4 bits.
+    /// The model with random numbers in place of the checkpoint's weights: none in 4 bits.
     pub fn of_random_weights(mut self) -> Self {
         if !matches!(self.format, WeightFormat::Fp8(_)) {
             self.format = WeightFormat::Values;
@@ -269,13 +269,13 @@ impl Config {
         layers.filter(own).map(of).sum()
     }
 
-    /// Bytes of the states of those of these layers with linear attention, in generation with values of `dtype`.
+    /// Bytes of the states of linear attention in these layers, in generation with values of `dtype`.
     pub fn states(&self, layers: Range<usize>, dtype: DType) -> usize {
         let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
         layers.filter_map(|l| self.delta_of(l)).map(of).sum()
     }
 
-    /// Inner width of the feed-forward part of layer `l`, if it is dense.
+    /// Inner width of the feed-forward part of layer `l`, if dense.
     pub fn intermediate_of(&self, l: usize) -> usize {
         let twice = self.double_wide && self.attention[l].producer().is_some();
         if twice { 2 * self.intermediate } else { self.intermediate }
@@ -288,8 +288,8 @@ impl Config {
         a.kv_heads == 1 && a.keys != KeySource::WithQueries && self.family.qk_norm != QkNorms::Whole
     }
 
-    /// Number of heads in layer `l` that tensor parallelism divides: key heads with their queries, or query heads if
-    /// all share one key head.
+    /// Number of heads in layer `l` to divide over tensor-parallel ranks: key heads with their queries, or query heads
+    /// if all share one key head.
     pub fn heads_to_cut(&self, l: usize) -> usize {
         match self.delta_of(l) {
             Some(delta) => delta.heads.keys,
@@ -298,7 +298,7 @@ impl Config {
         }
     }
 
-    /// Whether layers have inputs of their own, which come from the embedding, or use the keys of earlier ones.
+    /// Whether layers have inputs of their own from the embedding, or use the keys of earlier ones.
     pub fn shares_state(&self) -> bool {
         self.layer_inputs.is_some() || self.attention.iter().any(|a| a.producer().is_some())
     }
@@ -331,8 +331,8 @@ impl Config {
         text.filter(|v| !v.is_null()).or_else(|| self.raw.get(key))
     }
 
-    /// Coefficient of the load-balancing loss of the class in transformers, which `output_router_logits` turns on;
-    /// `None` for a class without that loss.
+    /// Coefficient of the load-balancing loss of the class in transformers, turned on by `output_router_logits`; `None`
+    /// for a class without it.
     pub fn balancing_loss(&self) -> Option<f64> {
         let has_loss = self.moe.is_some() && !self.family.is_beside() && self.scores.is_none();
         has_loss.then(|| self.key("router_aux_loss_coef").and_then(Value::as_f64).unwrap_or(0.001))

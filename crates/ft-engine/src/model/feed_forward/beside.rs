@@ -1,4 +1,4 @@
-//! A dense feed-forward part beside a mixture of experts, each with norms of its own (Gemma 4):
+//! A dense feed-forward part beside a mixture of experts, with separate norms (Gemma 4):
 //! `norm(dense(norm(x))) + norm(experts(norm(x)))`, with the router on a norm of `x` times `d^-1/2`.
 
 use super::mixture::Inputs;
@@ -27,15 +27,15 @@ pub struct Beside {
     pub mixture: Mixture,
 }
 
-/// Saved activations. The normalized inputs are those of the linears.
+/// Saved activations. Those of the linears include the normalized inputs.
 #[derive(Debug)]
 pub struct Saved {
     dense: mlp::Saved,
-    /// Output of the dense part `[t, d]`, before its norm.
+    /// Output of the dense part `[t, d]`, before the norm.
     dense_out: Tensor,
     /// Of the mixture, with the router's outputs.
     pub mixture: types::Saved,
-    /// Sum of the experts' outputs `[t, d]`, before its norm.
+    /// Sum of the experts' outputs `[t, d]`, before the norm.
     out: Tensor,
 }
 

@@ -18,7 +18,7 @@ use std::sync::{Arc, PoisonError};
 impl Mixture {
     /// Whether the experts are computed together.
     pub(super) fn is_grouped(&self, on: On<'_>, dtype: DType) -> bool {
-        // Rows that have travelled have no place in their micro-batch, by which the kernel draws.
+        // The kernel draws by place in the micro-batch; rows of other ranks have none.
         let draws = self.owned.is_some_and(|o| o.drops);
         !on.is_cpu() && !draws && self.top_k <= route::cuda::MOST && grouped::supports(&self.experts, dtype)
     }

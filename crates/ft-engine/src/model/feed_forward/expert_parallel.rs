@@ -51,7 +51,7 @@ thread_local! {
 pub struct LocalExperts {
     /// Ranks that split the experts.
     pub ranks: usize,
-    /// Experts of the layer, and the first one that is here.
+    /// Number of experts of the layer, and first one on this rank.
     pub experts: usize,
     pub first: usize,
     /// Whether any expert has dropout.
@@ -93,7 +93,7 @@ impl Saved {
         parts(out, groups)
     }
 
-    /// The exchange, with which the pass is made again.
+    /// The exchange, to repeat the pass with.
     pub fn exchange(&self) -> Arc<RowExchange> {
         Arc::clone(&self.exchange)
     }
@@ -117,7 +117,7 @@ impl Mixture {
         self.forward_rows(Some(rows), exchange, ctx, like)
     }
 
-    /// A pass for rows of other ranks alone; `exchange` is that of an earlier pass.
+    /// A pass for rows of other ranks alone; `exchange` comes from an earlier pass.
     ///
     /// # Errors
     /// A lost rank; device errors.
@@ -151,7 +151,7 @@ impl Mixture {
         self.restore_rows(saved, Some(rows), ctx, RowSpec::of(&like)?)
     }
 
-    /// Backward pass of the experts: from gradients of the outputs, sorted by expert, to those of the inputs.
+    /// Backward pass of the experts: from gradients of the outputs, sorted by expert, to gradients of the inputs.
     pub(super) fn backward_dispatched(
         &self,
         saved: Saved,
@@ -166,7 +166,7 @@ impl Mixture {
         }
     }
 
-    /// Tells all ranks how many rows go to each expert, and hears the same.
+    /// Exchanges the numbers of rows by expert with all ranks.
     fn exchange_counts(
         &self,
         groups: Option<&Groups>,
@@ -242,7 +242,8 @@ impl Mixture {
         Ok(Saved { exchange, local, out })
     }
 
-    /// Backward pass: from gradients of the outputs to those of the inputs. `None` for the rows of other ranks alone.
+    /// Backward pass: from gradients of the outputs to gradients of the inputs. `None` for the rows of other ranks
+    /// alone.
     ///
     /// # Errors
     /// As [`Mixture::idle_forward`].
@@ -354,7 +355,7 @@ impl Mixture {
         let total: usize = into.iter().sum();
         let to = match on {
             On::Ghost(ledger) => {
-                // The sizes of a plan are even, but for a rest that stays here.
+                // The sizes of a plan are even, but for a rest kept here.
                 let stays = out.get(me).copied().unwrap_or(0);
                 let received = Tensor::from(Ghost::new(ledger, (total, d), dtype));
                 let bytes = (total.saturating_sub(stays) * d * dtype.size_in_bytes()) as f64;

@@ -54,9 +54,9 @@ pub struct Saved {
     up: Option<Tensor>,
     /// `s drop(x) A^T` of gate, up and down `[n, ranks]`; `None` without adapters.
     low: [Option<Tensor>; 3],
-    /// Input of the down projection, of a recomputed pass that has computed it.
+    /// Input of the down projection, if a recomputed pass has computed it.
     h: Option<Tensor>,
-    /// Expert outputs `[n, d]`, before the gates: of a forward pass, and of a recomputed one whose backward pass reads
+    /// Expert outputs `[n, d]`, before the gates: of a forward pass, and of a recomputed one if the backward pass reads
     /// them ([`GroupedExperts::reads_outputs`]).
     pub out: Option<Tensor>,
 }
@@ -337,7 +337,7 @@ impl GroupedExperts {
     }
 
     /// Adds the gradients of the down projection. Rows are weighted by `gates` here, where few values are: on both
-    /// sides of the adapters' rank, or on the input of a weight that trains.
+    /// sides of the adapters' rank, or on the input of a trained weight.
     fn down_gradients(
         &self,
         (dout, du): (&Tensor, Option<&Tensor>),

@@ -50,7 +50,7 @@ pub(super) fn gather(groups: &Groups, x: &Tensor) -> Result<Tensor> {
 }
 
 impl Mixture {
-    /// A mixture of experts that are all here, without a shared expert; `copies` has the number of identical experts
+    /// A mixture with all experts on this rank, without a shared expert; `copies` has the number of identical experts
     /// per entry: 1 except in a plan.
     pub fn new(
         router: Linear,
@@ -140,8 +140,8 @@ impl Mixture {
         Ok((y, s))
     }
 
-    /// Recomputes the saved activations: the forward pass without the final sum over experts, and where the backward
-    /// pass does not read them without their outputs.
+    /// Recomputes the saved activations: the forward pass without the final sum over experts, and without their outputs
+    /// if the backward pass does not read them.
     pub fn recompute(&self, x: Inputs<'_>, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         self.enter(x, ctx, replay, false)
     }
@@ -206,7 +206,7 @@ impl Mixture {
         Ok((groups, probs, lse, gates))
     }
 
-    /// Experts one by one, or side by side, on `rows` sorted by expert: outputs and saved activations of each run.
+    /// Experts one by one, or side by side, on `rows` sorted by expert: outputs and saved activations by run.
     pub(super) fn each_forward<'a>(
         &self,
         groups: &Groups,
@@ -263,7 +263,7 @@ impl Mixture {
         self.owned.is_some() || self.linears().any(Linear::needs_input)
     }
 
-    /// Restores the inputs, and those of experts gathered from them.
+    /// Restores the inputs, and the experts' inputs gathered from them.
     pub fn restore(&self, s: &mut Saved, x: Inputs<'_>, ctx: &Context) -> Result<()> {
         if self.router.needs_input() {
             s.router.x = Some(x.router()?);
@@ -374,7 +374,7 @@ impl Mixture {
         Ok(Gates { plain, factored })
     }
 
-    /// Gradient of the gates as routed, from that of the gates with factors.
+    /// Gradient of the gates as routed, from the gradient of the gates with factors.
     pub(super) fn factors_back(
         &self,
         gates: &Gates,

@@ -1,4 +1,4 @@
-//! Expert that is applied to every token.
+//! Expert applied to every token.
 
 use super::mlp::{self, Mlp};
 use crate::model::linear::{self, Linear};

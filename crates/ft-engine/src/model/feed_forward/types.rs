@@ -30,7 +30,7 @@ pub struct Mixture {
     pub top_k: usize,
     /// Whether a token's gates are normalized to sum to one.
     pub normalise: bool,
-    /// Which experts these are, if ranks split them; otherwise all.
+    /// Place of these experts among all, if split over ranks.
     pub owned: Option<LocalExperts>,
     /// Pointer tables for the grouped products, built on first use, with the value of
     /// [`moves`](ft_kernels::resizable::moves) they were built at: weights may move later.

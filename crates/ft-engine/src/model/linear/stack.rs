@@ -1,4 +1,4 @@
-//! Linears of one input, whose adapters are computed together on CUDA: queries, keys and values; gate and up.
+//! Linears of one input, with adapters computed together on CUDA: queries, keys and values; gate and up.
 //!
 //! The A of all, `[n r, i]`, stand end to end in their buffer. One product gives `x A^T` of all, and one the gradients
 //! of all A, so that x is read once for n adapters. In the backward pass, the gradients of `x A^T` of all stand beside
@@ -48,8 +48,8 @@ impl Stack {
     }
 
     /// Whether [`Stack::backward`] takes the gradients of these linears' outputs, like `y` `[t, ..]`: the last matrix
-    /// is 4-bit, so that A of all can stand below it, or in 8-bit floats, whose product is apart from all A. A dense
-    /// one has room for its own A only.
+    /// is 4-bit, with room below for the A of all, or in 8-bit floats, multiplied apart from all A. A dense one has
+    /// room for its own A only.
     pub fn trains<'a>(
         &self,
         linears: impl DoubleEndedIterator<Item = &'a Linear> + Clone,

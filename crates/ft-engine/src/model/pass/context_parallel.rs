@@ -1,8 +1,8 @@
-//! Context parallelism: the tokens of a micro-batch over the ranks of a group, and the keys that cross.
+//! Context parallelism: the tokens of a micro-batch over the ranks of a group, and the exchange of keys.
 //!
 //! A rank has the queries of its segments, and fetches the keys and values of all visible tokens. Keys travel after
 //! norm and rotation. A segment attends like a chunk of a longer prompt: the last positions of the key range have the
-//! queries. In the backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
+//! queries. In the backward pass, gradients of keys go back to their ranks, to be added in rank order, in f32.
 
 use super::{count_exchange, wide};
 use crate::ranks::{CollectiveId, Comm};
@@ -56,10 +56,10 @@ pub enum Fault {
     Lost,
 }
 
-/// Keys that the queries of this rank see under a window, and their exchange.
+/// Keys visible to this rank's queries under a window, and their exchange.
 #[derive(Debug, PartialEq)]
 struct Plan {
-    /// Tokens whose keys this rank gathers, in order. Own ones included.
+    /// Tokens of the gathered keys, in order, own ones included.
     gathered: Vec<Range<usize>>,
     /// Rows of this rank for each peer.
     out: Vec<(usize, Range<usize>)>,
@@ -98,7 +98,7 @@ pub struct Outputs {
     pub o: Padded,
     /// By segment.
     parts: Vec<attention::Saved>,
-    /// Gathered keys and values. `None` if there are none, or if they are fetched again.
+    /// Gathered keys and values. `None` if none, or if fetched again.
     keys: Option<[Tensor; 2]>,
 }
 
@@ -140,7 +140,7 @@ fn common(range: &Range<usize>, other: &Range<usize>) -> Option<Range<usize>> {
     (!both.is_empty()).then_some(both)
 }
 
-/// Tokens whose keys the queries of a segment see.
+/// Tokens with keys visible to the queries of a segment.
 fn seen(docs: &[usize], segment: &Range<usize>, window: Option<usize>) -> Range<usize> {
     let mut start = 0;
     for n in docs {
@@ -256,7 +256,7 @@ impl<'a> ContextParallel<'a> {
         &self.segments[self.me]
     }
 
-    /// Number of keys that this rank's queries see.
+    /// Number of keys visible to this rank's queries.
     pub fn keys(&self, window: Option<usize>) -> usize {
         Plan::new(&self.docs, &self.segments, self.me, window).keys()
     }
@@ -305,7 +305,7 @@ impl<'a> ContextParallel<'a> {
         sent.map_err(candle_core::Error::wrap)
     }
 
-    /// Keys and values `[keys, g, c]` of all tokens that this rank's queries see.
+    /// Keys and values `[keys, g, c]` of all tokens visible to this rank's queries.
     fn gather(&self, plan: &Plan, own: [&Tensor; 2]) -> Result<[Tensor; 2]> {
         if !plan.crosses {
             return Ok(own.map(Tensor::clone));
@@ -407,8 +407,8 @@ impl<'a> ContextParallel<'a> {
         Ok((Tensor::cat(&dq, 0)?, dk.to_dtype(k.dtype())?, Padded::beside_room(&dv, rank)?))
     }
 
-    /// Sends the gradients of gathered keys and values to their ranks, and adds those of this rank's keys, in rank
-    /// order.
+    /// Sends the gradients of gathered keys and values to their ranks, and adds the gradients of this rank's keys and
+    /// values, in rank order.
     fn give_back(&self, plan: &Plan, sums: &[Tensor; 2]) -> Result<[Tensor; 2]> {
         let rows: usize = plan.own.iter().map(|(rows, _)| rows.len()).sum();
         let (mut out, mut into) = (Vec::new(), Vec::new());

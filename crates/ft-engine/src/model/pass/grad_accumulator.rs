@@ -31,7 +31,7 @@ impl Slot {
         self.range().end.next_multiple_of(BLOCK)
     }
 
-    /// Slots of tensors with these rows and columns, end to end in one buffer, and its length.
+    /// Slots of tensors with these rows and columns, end to end in one buffer, and the buffer's length.
     #[cfg(test)]
     pub fn end_to_end(shapes: impl IntoIterator<Item = (usize, usize)>) -> (Vec<Self>, usize) {
         let mut offset = 0;
@@ -58,7 +58,7 @@ impl Slot {
 pub struct GradAccumulator<'a> {
     grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
-    /// Slots whose memory is stale or uninitialized: the first gradient overwrites, later ones add.
+    /// Slots with stale or uninitialized memory: the first gradient overwrites, later ones add.
     stale: RefCell<BTreeMap<usize, Slot>>,
     /// Deferred gradients of a collecting accumulator.
     later: Option<RefCell<Vec<Later>>>,
@@ -135,14 +135,14 @@ impl<'a> GradAccumulator<'a> {
         Ok(())
     }
 
-    /// Accumulator for a plan: charges the `bytes` of each buffer to the ledger from its first gradient until the
+    /// Accumulator for a plan: charges the `bytes` of a buffer to the ledger from the first gradient until the
     /// accumulator is dropped.
     pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: Vec<u64>) -> Self {
         let planned = PlannedBuffers { ledger, bytes, allocated: RefCell::default() };
         Self { planned: Some(planned), ..Self::new(grads, 0) }
     }
 
-    /// Accumulator with buffers that are allocated at the first gradient and released by [`GradAccumulator::take`].
+    /// Accumulator with buffers allocated at the first gradient and released by [`GradAccumulator::take`].
     pub fn live(of: Lengths<'a>, device: &'a Device) -> Self {
         let grads = Buffers::Live { of, device, now: RefCell::default() };
         Self { grads, reached: RefCell::new(vec![false; of.1.len()]), ..Self::new(&[], 0) }
@@ -157,7 +157,7 @@ impl<'a> GradAccumulator<'a> {
         })
     }
 
-    /// Allocates a buffer of which all slots await their first gradient. Gaps between slots are zero.
+    /// Allocates a buffer with all slots awaiting their first gradient. Gaps between slots are zero.
     fn allocate(&self, number: usize, (lens, slots): Lengths<'_>, device: &Device) -> Result<Tensor> {
         let Some(len) = lens.get(number).filter(|n| **n > 0) else {
             candle_core::bail!("no gradient buffer {number}")
@@ -212,8 +212,8 @@ impl<'a> GradAccumulator<'a> {
         }
     }
 
-    /// A flat buffer, for kernels that add many gradients at once. The caller calls [`GradAccumulator::touch`] for
-    /// every slot.
+    /// A flat buffer, for kernels adding many gradients at once. The caller calls [`GradAccumulator::touch`] for every
+    /// slot.
     pub fn flat(&self, flat: usize) -> Result<Tensor> {
         let buffer = self.buffer(flat)?;
         self.settle(Some(flat))?;

@@ -1,4 +1,4 @@
-//! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the accumulator.
+//! Input, state and gradients of a pass: the micro-batch, state between layers, and the accumulator.
 
 pub mod batch;
 pub mod context_parallel;
@@ -11,7 +11,7 @@ use crate::ranks::PeerTensor;
 use candle_core::DType;
 use ft_kernels::ledger::{Cost, Peers};
 
-/// Accounts for an exchange and the bytes that it brings, in a plan.
+/// Accounts for an exchange and the bytes received, in a plan.
 fn count_exchange(peers: Peers, into: &[PeerTensor]) {
     let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
     if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {

@@ -1,9 +1,9 @@
 //! Tensor parallelism with sequence parallelism: matrices over the ranks of a group, and the tokens of a micro-batch
 //! around them.
 //!
-//! The residual stream is split by tokens. An all-gather of tokens precedes a block with cut matrices, whose heads or
-//! columns are split; a reduce-scatter follows, which sums in rank order, in f32 (Korthikanti et al., 2022). The
-//! backward pass does the same with gradients.
+//! The residual stream is split by tokens. An all-gather of tokens precedes a block with cut matrices and split heads
+//! or columns; a reduce-scatter follows, summing in rank order, in f32 (Korthikanti et al., 2022). The backward pass
+//! does the same with gradients.
 
 use super::batch::Context;
 use super::shared_state::SharedState;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub struct SequenceParallel<'a> {
     /// Ranks of the group.
     group: Columns<'a>,
-    /// Tokens of each rank, end to end. A rank without tokens has one row that no other sees.
+    /// Tokens of each rank, end to end. A rank without tokens has one row unseen by other ranks.
     parts: Vec<Range<usize>>,
     /// Context of all tokens.
     whole: Context<'a>,
@@ -129,7 +129,7 @@ impl<'a> SequenceParallel<'a> {
         self
     }
 
-    /// The same for a pass with this state between its layers.
+    /// The same for a pass with this state between layers.
     pub fn for_pass(&self, shared_state: &Arc<SharedState>) -> Self {
         let whole = Context { shared_state: Arc::clone(shared_state), ..self.whole.clone() };
         Self { parts: self.parts.clone(), whole, ..*self }
@@ -140,7 +140,7 @@ impl<'a> SequenceParallel<'a> {
         &self.whole
     }
 
-    /// Whether this rank has no tokens, but the one row that no other sees.
+    /// Whether this rank has no tokens, but the one row unseen by other ranks.
     pub fn has_placeholder_row(&self) -> bool {
         self.own().is_empty()
     }

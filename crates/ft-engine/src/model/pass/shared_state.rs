@@ -1,5 +1,5 @@
-//! State that layers hand to later ones within a pass: per-layer inputs, and keys and values that several layers use.
-//! The backward pass hands the gradients back the same way.
+//! State handed on between the layers of a pass: per-layer inputs, and keys and values shared by several layers. The
+//! backward pass hands the gradients back the same way.
 
 use candle_core::{Result, bail};
 use ft_kernels::Tensor;
@@ -21,7 +21,7 @@ struct State {
     /// Their gradient, if it is wanted.
     d_inputs: Option<Tensor>,
     wants_inputs: bool,
-    /// Keys and values `[t, g c]` by the layer that made them, and their gradients.
+    /// Keys and values `[t, g c]` by the producing layer, and their gradients.
     keys: BTreeMap<usize, [Tensor; 2]>,
     d_keys: BTreeMap<usize, [Tensor; 2]>,
     /// Caches by layer, in generation.
@@ -29,8 +29,8 @@ struct State {
 }
 
 impl SharedState {
-    /// State of a pass in a plan, which counts it elsewhere: per-layer inputs, with whether their gradient is wanted,
-    /// and keys and values of a layer, whose gradients later layers have given.
+    /// State of a pass in a plan, counted elsewhere: per-layer inputs, with whether their gradient is wanted, and keys
+    /// and values of a layer, with gradients from later layers.
     pub fn ghost(inputs: Option<(Tensor, bool)>, keys: Option<(usize, [Tensor; 2])>) -> Self {
         let mut state = State::default();
         if let Some((all, wants)) = inputs {
@@ -78,7 +78,7 @@ impl SharedState {
         self.inputs_of(l..l + 1, width)
     }
 
-    /// Sets the gradient of the inputs of layer `l`, if it is wanted.
+    /// Sets the gradient of the inputs of layer `l`, if wanted.
     ///
     /// # Errors
     /// As [`SharedState::inputs`].
@@ -96,7 +96,7 @@ impl SharedState {
         }
     }
 
-    /// Sets the gradient `d` of the inputs of the topmost layers, if it is wanted.
+    /// Sets the gradient `d` of the inputs of the topmost layers, if wanted.
     ///
     /// # Errors
     /// As [`SharedState::inputs`].
@@ -159,7 +159,7 @@ impl SharedState {
         Ok(())
     }
 
-    /// The gradients that later layers have given for the keys and values of layer `l`; zero without any.
+    /// The gradients from later layers for the keys and values of layer `l`; zero without any.
     ///
     /// # Errors
     /// As [`SharedState::keys`].
@@ -172,14 +172,14 @@ impl SharedState {
         given.map_or_else(zeros, Ok)
     }
 
-    /// Takes the gradients that later layers have given for the keys and values of layer `l`, if any. The keys go.
+    /// Takes the gradients from later layers for the keys and values of layer `l`, if any. The keys go.
     pub fn take_keys(&self, l: usize) -> Option<[Tensor; 2]> {
         let mut state = self.state();
         state.keys.remove(&l);
         state.d_keys.remove(&l)
     }
 
-    /// Hands on the cache of layer `l`, which holds the tokens of this pass too.
+    /// Hands on the cache of layer `l`, with the tokens of this pass.
     pub fn lend_cache(&self, l: usize, cache: &Cache) {
         self.state().caches.insert(l, cache.clone());
     }

@@ -1,4 +1,4 @@
-//! Tensors across a stage boundary, beside hidden states.
+//! Tensors across a stage boundary, besides hidden states.
 
 use super::shared_state::SharedState;
 use crate::model::Config;
@@ -13,11 +13,11 @@ pub struct StageBoundary {
     inputs: Option<(usize, std::ops::Range<usize>)>,
     /// Whether the gradient of the inputs is wanted: the embedding trains.
     wants: bool,
-    /// Layers below whose keys and values are used above, with heads and channels.
+    /// Layers below with keys and values used above, with heads and channels.
     keys: Vec<(usize, [usize; 2])>,
 }
 
-/// Number of tokens of a rank, and of those whose keys it has: of all ranks that cut the same matrices.
+/// Number of tokens of a rank, and of all tensor-parallel ranks: the rank has the keys of all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rows {
     pub own: usize,
@@ -25,8 +25,7 @@ pub struct Rows {
 }
 
 impl StageBoundary {
-    /// What crosses the boundary below layer `layer`, if `tensor` ranks cut the heads; `wants` is whether the embedding
-    /// trains.
+    /// The boundary below layer `layer`, with heads cut over `tensor` ranks; `wants` is whether the embedding trains.
     pub fn below(config: &Config, layer: usize, tensor: usize, wants: bool) -> Self {
         let heads = |l: usize| match config.shares_keys(l) {
             true => 1,
@@ -57,12 +56,12 @@ impl StageBoundary {
         inputs.chain(keys).collect()
     }
 
-    /// Zeros to receive the tensors that come up or down.
+    /// Zeros to receive the tensors from below or above.
     pub fn zeros(&self, rows: Rows, back: bool, dtype: DType, device: &Device) -> Result<Vec<Tensor>> {
         self.shapes(rows, back).into_iter().map(|shape| Tensor::zeros(shape, dtype, device)).collect()
     }
 
-    /// Takes from a pass what layers above need.
+    /// Takes the state for layers above from a pass.
     pub fn forward_tensors(&self, shared_state: &SharedState) -> Result<Vec<Tensor>> {
         let inputs = self.inputs.iter().map(|(width, layers)| shared_state.inputs_of(layers.clone(), *width));
         let mut out = inputs.collect::<Result<Vec<_>>>()?;
@@ -72,7 +71,7 @@ impl StageBoundary {
         Ok(out)
     }
 
-    /// Starts a pass above with what came up.
+    /// Starts a pass above with the tensors from below.
     pub fn set_forward_tensors(&self, shared_state: &SharedState, received: Vec<Tensor>) -> Result<()> {
         let mut received = received.into_iter();
         if let Some((_, layers)) = &self.inputs {
@@ -96,7 +95,7 @@ impl StageBoundary {
         Ok(out)
     }
 
-    /// Gives a pass below the gradients that came down.
+    /// Gives a pass below the gradients from above.
     pub fn set_backward_tensors(&self, shared_state: &SharedState, received: Vec<Tensor>) -> Result<()> {
         let mut received = received.into_iter();
         if self.inputs.is_some() && self.wants {

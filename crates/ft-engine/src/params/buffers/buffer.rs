@@ -1,4 +1,4 @@
-//! Sharded flat buffers: ranges held by a rank, and full buffers that exist during a visit.
+//! Sharded flat buffers: ranges held by a rank, and full buffers during a visit.
 
 use super::allocate::Allocate;
 use super::shard::{Shard, common};
@@ -13,7 +13,7 @@ use ft_kernels::tensor::Real;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A range of a flat buffer on this rank; all of it if nothing is sharded.
+/// A range of a flat buffer on this rank; the whole buffer if nothing is sharded.
 #[derive(Clone, Debug)]
 pub struct LocalShard {
     /// Element range in the buffer.
@@ -47,7 +47,7 @@ impl LocalShard {
         self.of(slot.range())?.reshape(shape)
     }
 
-    /// Writes the overlap with `flat`, which starts at element `start` of the buffer.
+    /// Writes the overlap with `flat`, from element `start` of the buffer on.
     pub fn set(&self, start: usize, flat: &Real) -> Result<()> {
         let all = start..start + flat.elem_count();
         let here = common(&self.at, &all);
@@ -71,7 +71,7 @@ pub struct Buffer {
     /// Full buffer on the device; layers have views of it. If separate from `held`, memory is only
     /// allocated while the unit is gathered.
     pub whole: Tensor,
-    /// Ranks that hold copies, and this rank's share.
+    /// Ranks with copies, and this rank's share.
     pub(super) kind: FlatKind,
     shard: Shard,
     /// Page lock on `held`, if requested.

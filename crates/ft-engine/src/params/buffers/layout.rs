@@ -25,8 +25,8 @@ pub(crate) struct FlatLayout {
 }
 
 impl FlatLayout {
-    /// Elements with master weights. With `rounding`, these are LoRA's alone; tensors of any size that train in full
-    /// have only the compute buffer. A buffer of a unit with `dora` keeps all.
+    /// Elements with master weights. With `rounding`, these are LoRA's alone; tensors of any size trained in full have
+    /// only the compute buffer. A buffer of a unit with `dora` keeps all.
     pub fn kept(&self, rounding: bool, dtype: DType, dora: bool) -> Range<usize> {
         if !rounding || dtype == DType::F32 || dora { 0..self.len } else { self.large_full..self.adapters }
     }

@@ -38,7 +38,7 @@ impl Moments {
     pub(crate) fn new(at: &Range<usize>, large: usize, home: &Device) -> Result<Self> {
         let (eight_bit, rest) = (common(at, &(0..large)), common(at, &(large..at.end.max(large))));
         let (n, rest) = (eight_bit.len(), || LocalShard::zeros(rest.clone(), home));
-        // Zero everywhere, including the gaps between tensors, which checkpoints do not store.
+        // Zero everywhere, including the gaps between tensors, absent from checkpoints.
         let codes = |zero: u8| Real::full(zero, n, home).map(Tensor::Real);
         let scales = || Tensor::zeros(n.div_ceil(BLOCK), DType::F32, home);
         let eight_bit = match n {

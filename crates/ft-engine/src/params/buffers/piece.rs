@@ -1,4 +1,4 @@
-//! The part of a tensor on a rank that cuts matrices with others.
+//! A tensor's part on a tensor-parallel rank.
 
 use crate::adapters::Part;
 use crate::model::modules::{CutAlong, Kind, Module};
@@ -6,8 +6,8 @@ use candle_core::Result;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 
-/// Dimension along which the ranks of a tensor group cut a part of a module, by the cut of its weight. A of a product
-/// into a block and B of one out of it stay whole.
+/// Dimension of a module's part cut by the ranks of a tensor group, by the cut of the weight. A of a product into a
+/// block and B of one out of a block stay whole.
 fn dim_of(cut: CutAlong, part: Part) -> Option<usize> {
     use Part::{A, B, Bias, Weight};
     match (cut, part) {
@@ -22,7 +22,7 @@ pub fn is_cut(m: &Module, part: Part) -> bool {
     dim_of(m.cut, part).is_some()
 }
 
-/// A module with the dimensions that it has on one of `ranks` ranks of a tensor group.
+/// A module with the dimensions on one of `ranks` ranks of a tensor group.
 pub fn cut_module(m: &Module, ranks: usize) -> Module {
     let kind = match (m.kind, m.cut) {
         (kind, CutAlong::Nothing) => kind,
@@ -54,7 +54,7 @@ fn within(values: usize, most: usize) -> usize {
     if values > 0 { most.min(1 << values.trailing_zeros()) } else { most }
 }
 
-/// Rows or columns of a tensor, or all of it.
+/// Rows or columns of a tensor, or the whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     whole: Vec<usize>,
@@ -90,8 +90,8 @@ impl Piece {
         }
     }
 
-    /// The piece of a tensor that has one element for each `unit` elements of this one (a block's scale, a byte of two
-    /// codes). `None` if a cut falls inside such a unit.
+    /// The piece of a tensor with one element per `unit` elements of this one (a block's scale, a byte of two codes).
+    /// `None` if a cut falls inside such a unit.
     pub fn by(&self, unit: usize) -> Option<Self> {
         let elements: usize = self.whole.iter().product();
         let Some((dim, own)) = &self.cut else {
@@ -106,14 +106,14 @@ impl Piece {
         (ends && (rows == 1 || whole_units(cols))).then_some(Self { whole, cut: Some((1, scaled)) })
     }
 
-    /// The largest power of two, at most `most`, that divides every run of consecutive values on every rank. Blocks of
-    /// this size never straddle a cut or a block of `most`.
+    /// The largest power of two, at most `most`, dividing every run of consecutive values on every rank. Blocks of this
+    /// size never straddle a cut or a block of `most`.
     pub fn aligned(&self, most: usize) -> usize {
         let Some((_, own)) = &self.cut else { return most };
         own.iter().fold(most, |n, r| within(r.len() * self.width(), n))
     }
 
-    /// Elements of the whole tensor for one index of the dimension that is cut.
+    /// Elements of the whole tensor for one index of the cut dimension.
     fn width(&self) -> usize {
         self.whole[self.dim().map_or(0, |d| d + 1)..].iter().product()
     }

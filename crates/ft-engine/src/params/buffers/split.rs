@@ -1,4 +1,4 @@
-//! Ranks that hold copies of a buffer, sum the gradient, and split the states.
+//! Ranks with copies of a buffer: they sum the gradient, and split the states.
 
 use super::piece::{Piece, is_cut};
 use super::shard::Shard;
@@ -17,10 +17,10 @@ pub enum FlatKind {
     Whole,
     /// Tensors of experts that ranks split: the replicas of an expert hold copies.
     Expert,
-    /// Rows or columns of matrices that ranks cut: ranks with the same index along the tensor axis hold copies.
+    /// Rows or columns of cut matrices: ranks with the same index along the tensor axis hold copies.
     Cut,
-    /// The table that embedding and head share, if these are on different stages: the ranks of both hold copies. It is
-    /// never gathered in a pass; its states alone are split.
+    /// The table shared by embedding and head on different stages: the ranks of both hold copies. It is never gathered
+    /// in a pass; only the states are split.
     Ends,
 }
 
@@ -115,7 +115,7 @@ impl Split {
         Some((unit, kind))
     }
 
-    /// Whether this rank holds the tensors of a unit. A head that shares the embedding's table holds both.
+    /// Whether this rank holds the tensors of a unit. A rank with a tied head also holds the embedding.
     pub fn has(&self, unit: usize) -> bool {
         let shares = |u: Units| self.tied && unit == 0 && u.has_head();
         self.units.is_none_or(|u| u.has(unit) || shares(u))
@@ -131,7 +131,7 @@ impl Split {
         self.mesh.coordinates(self.rank).expert
     }
 
-    /// The experts of a layer that this rank holds; `None` for all.
+    /// This rank's experts of a layer; `None` for all.
     pub fn own(&self) -> Option<Range<usize>> {
         let (n, at) = (self.own_experts(), self.member());
         (self.mesh.expert > 1).then(|| at * n..(at + 1) * n)
@@ -161,7 +161,7 @@ impl Split {
         Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero.min(most) } else { 0 } }
     }
 
-    /// Ranks that split the experts with this one, if they do. `comm` are all ranks.
+    /// Expert-parallel ranks, this one included, if any. `comm` are all ranks.
     pub fn experts_group<'a>(&self, comm: &'a dyn Comm) -> Option<Group<'a>> {
         (self.mesh.expert > 1).then(|| Group::new(comm, &self.mesh, Axis::Expert))
     }
@@ -171,7 +171,7 @@ impl Split {
         self.own().is_some() || self.units.is_some() || self.mesh.tensor > 1
     }
 
-    /// Ranks that hold copies of the buffers of a kind. `comm` are all ranks.
+    /// Ranks with copies of the buffers of a kind. `comm` are all ranks.
     pub fn group<'a>(&self, comm: &'a dyn Comm, kind: FlatKind) -> Group<'a> {
         Group::new(comm, &self.mesh, kind.axis())
     }

@@ -22,7 +22,7 @@ pub struct Build<'a> {
     pub seed: u64,
     /// Training state to allocate besides the compute weights.
     pub allocate: Allocate,
-    /// Ranks that build the same model at the same time, matching [`Allocate::split`]; `None` for this one alone.
+    /// Ranks building the same model at the same time, matching [`Allocate::split`]; `None` for this one alone.
     pub comm: Option<&'a dyn Comm>,
     /// Label of a progress bar of bytes read; `None` for no bar.
     pub shown: Option<&'static str>,

@@ -1,5 +1,5 @@
-//! Frozen weights that are sharded or offloaded: a unit's tensors end to end in one buffer per dtype, of
-//! which a rank reads and holds a part.
+//! Sharded or offloaded frozen weights: a unit's tensors end to end in one buffer per dtype; a rank reads and holds a
+//! part.
 //!
 //! Layers get views before anything is read, since a rank's part depends on all tensors of the unit.
 
@@ -26,7 +26,7 @@ pub struct FrozenUnit<'a> {
     /// Unit of the walk.
     pub unit: usize,
     device: &'a Device,
-    /// Buffers with the number of values placed so far, and the ranks that hold copies.
+    /// Buffers with the number of values placed so far, and the ranks with copies.
     buffers: Vec<(Tensor, usize, FlatKind)>,
     unread: Vec<(FrozenSlot, LazyVector<'a>)>,
 }

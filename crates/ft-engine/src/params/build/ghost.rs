@@ -22,7 +22,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Length of the buffer that all shape-only gradients share.
+/// Length of the buffer shared by all shape-only gradients.
 const BUFFER: usize = 1 << 60;
 
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
@@ -133,7 +133,7 @@ impl<'a> Ghosts<'a> {
         }
     }
 
-    /// A module with the dimensions that it has on a rank.
+    /// A module with the dimensions on a rank.
     fn here(&self, m: &Module) -> Module {
         cut_module(m, self.cut_over)
     }

@@ -49,7 +49,7 @@ pub(super) struct Loader<'a> {
     books: CodeTables,
     /// The unit under construction, if frozen weights are sharded or offloaded.
     split: Option<FrozenUnit<'a>>,
-    /// Adapters of this unit whose row norms are computed after gathering it.
+    /// Adapters of this unit with row norms computed after the gathering.
     norms: Vec<Norms>,
     bar: Option<ProgressBar>,
 }
@@ -95,7 +95,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Whether this rank holds the tensors of a module: those of another stage have a shape only.
+    /// Whether this rank holds the tensors of a module: tensors of another stage have a shape only.
     fn is_here(&self, m: &Module) -> bool {
         self.params.split.has(m.unit(self.b.base.config.layers))
     }
@@ -314,7 +314,7 @@ impl<'a> Loader<'a> {
         Ok(self.params.set(index, &Real::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?)
     }
 
-    /// Values of a trained tensor in the adapter, if there is one.
+    /// Values of a trained tensor in the adapter, if any.
     fn adapter_value(&self, index: usize) -> ft_base::Result<Option<Real>> {
         match self.b.adapter {
             Some(adapter) => adapter.get(&self.params.tensors[index]),

@@ -14,7 +14,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Upper bound on values (4 bytes) that a rank sends to all peers, and receives, at once.
+/// Upper bound on values (4 bytes) sent by a rank to all peers, and received, at once.
 pub const ROUND: usize = 512 * 1024;
 /// Bytes of a message in the first round of a collective.
 const INLINE: usize = 240;

@@ -131,7 +131,7 @@ fn meet(
     let joined = || -> Result<Joined, String> {
         let listener = listener::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
         let (monitors, roster, mut listener, source) = if rank == 0 {
-            // Only the process that has the port writes the file of the key, and removes it.
+            // Only the process with the port writes the file of the key, and removes it.
             let (key, issued) = source.issue()?;
             let mut listener = Listener::new(listener, key, world);
             let _issued = issued;

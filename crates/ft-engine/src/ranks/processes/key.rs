@@ -1,8 +1,8 @@
-//! The key by which the processes of a run recognize each other.
+//! The key for the processes of a run to recognize one another.
 //!
-//! The key itself is never sent: each side of a connection proves that it has the key, by a keyed BLAKE3 hash
-//! of random numbers of both sides. The key is that of `FT_KEY`, or, for ranks of one machine, that of a file
-//! which rank 0 writes for its user alone.
+//! The key itself is never sent: each side of a connection proves possession, by a keyed BLAKE3 hash of random numbers
+//! of both sides. The key comes from `FT_KEY`, or, for ranks of one machine, from a file written by rank 0 for its user
+//! alone.
 
 use ft_base::store;
 use std::fs::File;
@@ -63,7 +63,7 @@ pub fn random_text() -> Result<String, String> {
     Ok(blake3::Hash::from_bytes(random()?).to_hex().to_string())
 }
 
-/// Where the processes of a run have their key from.
+/// Source of the key of a run's processes.
 pub enum Source {
     /// The launcher, or MPI.
     Given(Key),

@@ -180,7 +180,7 @@ pub fn is_closed(stream: &TcpStream) -> bool {
     }
 }
 
-/// A caller that has not yet said all of its first message. Never blocks.
+/// A caller with an incomplete first message. Never blocks.
 pub struct Caller {
     stream: TcpStream,
     nonce: [u8; 32],

@@ -18,7 +18,7 @@ const SPARE: usize = 64;
 /// Pause while nothing happens.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// A listener that lets in callers with the key.
+/// A listener for callers with the key.
 pub struct Listener {
     listener: TcpListener,
     key: Key,
@@ -58,7 +58,7 @@ impl Listener {
         self.listener.local_addr().map(|a| a.port()).map_err(|e| e.to_string())
     }
 
-    /// The next caller with the key and its first message; `None` after a short pause if there is none.
+    /// The next caller with the key, and the first message; `None` after a short pause without one.
     pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<(Link, IpAddr, T)>, String> {
         self.accept()?;
         let mut at = 0;

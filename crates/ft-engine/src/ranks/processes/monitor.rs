@@ -54,7 +54,7 @@ enum Message {
     Bye,
 }
 
-/// A collective that a rank is in.
+/// The current collective of a rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Collective {
     /// Members of the group; empty for all ranks.
@@ -91,7 +91,7 @@ impl Peer {
 
 struct State {
     peers: Vec<Peer>,
-    /// A completed round, until it is taken.
+    /// A completed round, until taken.
     done: Option<Round>,
     /// Deadline of the current collective.
     deadline: Option<Instant>,
@@ -199,7 +199,7 @@ impl Monitor {
         }
     }
 
-    /// Announces that this rank enters a collective of `members`.
+    /// Announces this rank's entry into a collective of `members`.
     ///
     /// # Errors
     /// The cause of the failure.
@@ -374,8 +374,8 @@ impl Monitor {
         self.changed.notify_all();
     }
 
-    /// Decides which rank to blame for a timeout of `rank` in its collective: the one that it waits for, or the last
-    /// of a chain of ranks that wait for one another.
+    /// Decides on the rank to blame for a timeout of `rank` in a collective: the one awaited, or the last of a chain of
+    /// ranks waiting for one another; a silent rank before these.
     fn judge(&self, rank: usize) {
         let s = self.lock();
         let (mut late, mut at) = (None, s.peers[rank].at.clone());

@@ -1,4 +1,4 @@
-//! Rendezvous of the processes: every rank registers with rank 0, which replies with the list of all ranks.
+//! Rendezvous of the processes: every rank registers with rank 0, and rank 0 replies with the list of all ranks.
 //!
 //! Rank 0 listens at the host and port of the launcher; under MPI it chooses a port and sends it by MPI. The
 //! connections of the registration then carry the liveness messages. Without MPI, all pairs of ranks connect
@@ -185,7 +185,7 @@ impl Notice {
 /// in messages.
 ///
 /// # Errors
-/// Missing or unexpected ranks. The ranks that have registered are told.
+/// Missing or unexpected ranks. Registered ranks are told.
 pub fn register_all(
     own: Registration,
     listener: &mut Listener,
@@ -242,7 +242,7 @@ fn gather(
     }
 }
 
-/// The first rank whose connection is closed, in words.
+/// The first rank with a closed connection, in words.
 fn lost<'a>(mut streams: impl Iterator<Item = Option<&'a TcpStream>>) -> Option<String> {
     let rank = streams.position(|s| s.is_some_and(is_closed))?;
     Some(format!("rank {rank} has ended during the start"))

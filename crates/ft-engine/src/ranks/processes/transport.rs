@@ -1,7 +1,7 @@
 //! Byte transport between processes, over MPI or TCP.
 //!
-//! A transport thread owns the send and receive buffers during a round. A rank that abandons a collective
-//! leaves them to that thread, so memory with pending writes is never freed.
+//! A transport thread owns the send and receive buffers during a round. A rank abandoning a collective leaves them to
+//! the thread, so memory with pending writes is never freed.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;

@@ -1,4 +1,4 @@
-//! Bytes of one rank that stay for the whole run: weights and optimizer states.
+//! Bytes held by one rank for the whole run: weights and optimizer states.
 
 mod frozen;
 mod model_states;

@@ -1,4 +1,4 @@
-//! Bytes of one rank that stay for the whole run: weights and optimizer states, on device and host.
+//! Bytes held by one rank for the whole run: weights and optimizer states, on device and host.
 
 use super::frozen::Frozen;
 use super::setup::Setup;
@@ -14,13 +14,13 @@ use ft_engine::ranks::{Axis, ROUND};
 use ft_kernels::{Machine, gemm};
 use ft_recipe::{Decomposition, Offload, Quantize, Recipe, Weights};
 
-/// Bytes read at a time by a thread that converts a file (`files/convert.rs`).
+/// Bytes read at a time by a thread converting a file (`files/convert.rs`).
 const READ_PIECE: u64 = 4 << 20;
 /// Logit rows compared by the check of the result, and bytes per logit.
 const CHECKED_ROWS: u64 = ft_data::PROBE_TOKENS as u64;
 const CHECKED_LOGIT: u64 = 40;
 
-/// Bytes of a rank that do not depend on the micro-batch.
+/// Bytes of a rank independent of the micro-batch.
 #[derive(Clone, Debug, Default)]
 pub struct ModelStates {
     pub device: Bytes,
@@ -39,13 +39,13 @@ pub struct ModelStates {
     /// Gradient bytes of one micro-batch by unit and flat buffer, with data parallelism or updates in the backward
     /// pass. They live from the unit's backward visit to the reduction, or to the update.
     live: Vec<Vec<u64>>,
-    /// CUDA with data parallelism: bytes received by the reduction of each unit's gradients.
+    /// CUDA with data parallelism: bytes received by reductions of gradients, by unit.
     pub summed: Vec<u64>,
-    /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
-    /// gradient, sent to all ranks.
+    /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shards of reduced gradients, by unit, sent
+    /// to all ranks.
     pub shards: Vec<u64>,
-    /// Gradient bytes of a table that the first and the last stage share: they live from the first gradient of a step
-    /// to its end, in `live_as`.
+    /// Gradient bytes of a table shared by the first and the last stage: they live from the first gradient to the end
+    /// of a step, in `live_as`.
     pub ends: u64,
     /// Component of `live`.
     pub live_as: Component,
@@ -63,7 +63,7 @@ pub struct ModelStates {
     pub parameters: (u64, u64),
 }
 
-/// Transfers of a flat buffer among the ranks that hold copies of it: bytes that a rank receives.
+/// Transfers of a flat buffer among the ranks with copies: bytes received by a rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flow {
     pub unit: usize,
@@ -71,7 +71,7 @@ pub struct Flow {
     pub axis: Axis,
     /// Weights gathered for a visit.
     pub gathered: u64,
-    /// Gradients of a micro-batch: parts to add, and the sums of the others.
+    /// Gradients of a micro-batch: parts to add, and the other ranks' sums.
     pub summed: [u64; 2],
     /// Gradients and weights of an update.
     pub updated: u64,
@@ -160,7 +160,7 @@ impl ModelStates {
         }
     }
 
-    /// Weights that are gathered for a visit, from other ranks or the host.
+    /// Weights gathered for a visit, from other ranks or the host.
     fn gathered_weights(&mut self, c: &Setup<'_>, frozen: &Frozen, trained: &TrainedBytes) {
         if c.is_split() {
             let received = |flat: usize| {
@@ -277,7 +277,7 @@ impl ModelStates {
             (_, true) => 8 * largest,
             (false, false) => 4 * largest,
         };
-        // on the host, beside values that are not views of the weights
+        // on the host, beside values other than views of the weights
         let [joined, joined_on_host] = if c.machine.cuda { [0, joined] } else { [joined, 0] };
         let in_place = (c.machine.computes_in_f32() || c.machine.cuda) && !c.states_on_host();
         let rounded = if in_place { 0 } else { c.width() * largest };
@@ -356,8 +356,7 @@ impl ModelStates {
     }
 }
 
-/// Values of the tensor of all experts in an adapter's file that A or B of an expert's linear is joined to, if there is
-/// one.
+/// Values of the all-experts tensor in an adapter's file, joined from A or B of an expert's linear, if any.
 fn of_all_experts(t: &TrainedPart<'_>) -> Option<u64> {
     let slice = t.module.slice()?;
     let values = match (t.part, t.shape()) {
@@ -368,7 +367,7 @@ fn of_all_experts(t: &TrainedPart<'_>) -> Option<u64> {
     Some(values as u64)
 }
 
-/// Buffers of the threads that read and convert files in pieces, on the CPU.
+/// Buffers of threads reading and converting files in pieces, on the CPU.
 fn pieces(c: &Setup<'_>, largest: u64) -> u64 {
     if c.machine.cuda { 0 } else { c.machine.threads * READ_PIECE.min(largest) }
 }

@@ -10,21 +10,20 @@ use ft_engine::quant::{BLOCK, GROUP, MXFP4_BLOCK};
 use ft_kernels::Machine;
 use ft_recipe::{Method, Optimizer, Recipe};
 
-/// Bytes of NF4 codes for `n` values of one tensor, count of 8-bit scales, count of f32 scales of those.
+/// Bytes of NF4 codes for `n` values of one tensor, count of 8-bit scales, count of their f32 scales.
 pub(super) fn nf4_values(n: u64) -> [u64; 3] {
     let blocks = n.div_ceil(BLOCK as u64);
     [n.div_ceil(2), blocks, blocks.div_ceil(GROUP as u64)]
 }
 
-/// Like [`nf4_values`] for the weight of a module with the dimensions of a rank that cuts it: blocks and groups may be
-/// smaller.
+/// Like [`nf4_values`] for the weight of a module cut to the dimensions of a rank: blocks and groups may be smaller.
 pub(super) fn nf4_values_of(m: &Module) -> [u64; 3] {
     let n = m.weight_values() as u64;
     let group = aligned_of(m, BLOCK * GROUP);
     [n.div_ceil(2), n.div_ceil(group.min(BLOCK) as u64), n.div_ceil(group as u64)]
 }
 
-/// Like [`nf4_values`] for a weight that the checkpoint holds in MXFP4.
+/// Like [`nf4_values`] for a weight in MXFP4 in the checkpoint.
 pub(super) fn mxfp4_values(n: u64) -> [u64; 3] {
     [n.div_ceil(2), n.div_ceil(MXFP4_BLOCK as u64), 1]
 }
@@ -45,7 +44,7 @@ pub fn optimizer_bytes(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64
     optimizer_bytes_of(o, t, layers, (t.elements() as u64, t.elements()))
 }
 
-/// Like [`optimizer_bytes`], with the tensor padded to `values`; it is a piece of one of `whole` elements.
+/// Like [`optimizer_bytes`], for a piece of a tensor of `whole` elements, padded to `values`.
 pub(super) fn optimizer_bytes_of(
     o: &Optimizer,
     t: &TrainedPart<'_>,
@@ -60,7 +59,7 @@ pub(super) fn optimizer_bytes_of(
     }
 }
 
-/// For each trained tensor, whether it has no f32 master weights and is rounded stochastically instead.
+/// By trained tensor: whether rounded stochastically, without f32 master weights.
 pub fn rounded(r: &Recipe, s: &Selection, machine: Machine, trained: &[TrainedPart<'_>]) -> Vec<bool> {
     let unit = |t: &TrainedPart<'_>| t.module.unit(s.layers);
     let wide = wide_units(trained.iter().map(|t| (unit(t), t.part)));

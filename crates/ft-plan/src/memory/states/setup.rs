@@ -1,4 +1,4 @@
-//! Settings of a run with an effect on its model states.
+//! Settings of a run with an effect on model states.
 
 use super::optimizer::rounded;
 use super::shares::Ranks;
@@ -10,7 +10,7 @@ use ft_engine::ranks::Axis;
 use ft_kernels::Machine;
 use ft_recipe::{Offload, Quantize, Recipe};
 
-/// A recipe, its selection and machine, with derived settings.
+/// Recipe, selection and machine, with derived settings.
 pub(super) struct Setup<'a> {
     pub recipe: &'a Recipe,
     pub selection: &'a Selection,
@@ -18,7 +18,7 @@ pub(super) struct Setup<'a> {
     /// Of the frozen decoder linears.
     pub quantize: Quantize,
     pub ranks: Ranks,
-    /// Trained tensors, each with whether it has no f32 master weights.
+    /// Trained tensors; true without f32 master weights.
     pub trained: Vec<(TrainedPart<'a>, bool)>,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Setup<'a> {
         (unit..self.flats()).step_by(self.units())
     }
 
-    /// Adds up the flat buffers of each unit.
+    /// Sums of `of` over the flat buffers, by unit.
     pub fn by_unit(&self, of: impl Fn(usize) -> u64) -> Vec<u64> {
         (0..self.units()).map(|u| self.flats_of(u).map(&of).sum()).collect()
     }
@@ -96,7 +96,7 @@ impl<'a> Setup<'a> {
         }
     }
 
-    /// Ranks that hold copies of a flat buffer, as a kind of group.
+    /// Ranks with copies of a flat buffer, as a kind of group.
     pub fn axis(&self, flat: usize) -> Axis {
         match flat / self.units() {
             0 if self.is_ends(flat) => Axis::Ends,
@@ -106,7 +106,7 @@ impl<'a> Setup<'a> {
         }
     }
 
-    /// Number of ranks that hold copies of a flat buffer.
+    /// Number of ranks with copies of a flat buffer.
     pub fn copies(&self, flat: usize) -> u64 {
         if self.is_ends(flat) {
             return self.ranks.ends.unwrap_or(1);
@@ -159,7 +159,7 @@ impl<'a> Setup<'a> {
         shard.part(values as usize).len() as u64
     }
 
-    /// Bytes received from the other ranks for a buffer of `values` of `size` bytes each.
+    /// Bytes received from the other ranks for a buffer of `values` values of `size` bytes.
     pub fn received(&self, flat: usize, values: u64, size: u64) -> u64 {
         size * (values - self.own(flat, values))
     }

@@ -15,12 +15,12 @@ pub(super) struct Ranks {
     pub(super) tensor: u64,
     /// Ranks of an expert group.
     pub(super) expert: u64,
-    /// Experts of the rank with the most that trains, if ranks split them.
+    /// Experts of the rank with the most trained values, if ranks split them.
     pub(super) own: Option<Range<usize>>,
     /// Units of the stage.
     units: Units,
     tied: bool,
-    /// Ranks of the first and the last stage, if these share a table that trains.
+    /// Ranks of the first and the last stage, if these share a trained table.
     pub(super) ends: Option<u64>,
 }
 
@@ -47,19 +47,19 @@ impl Ranks {
         here && m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
     }
 
-    /// This rank's share of `bytes`, sharded from ZeRO stage `stage` on over the `copies` that ranks hold.
+    /// This rank's share of `bytes`, sharded over `copies` from ZeRO stage `stage` on.
     pub(super) fn share(&self, copies: u64, bytes: u64, stage: u8) -> u64 {
         bytes.div_ceil(if self.zero >= stage { copies } else { 1 })
     }
 }
 
-/// The selection with the dimensions that modules have on a rank.
+/// The selection with the dimensions of modules on a rank.
 pub(super) fn cut(selection: &Selection, ranks: usize) -> Selection {
     let modules = selection.modules.iter().map(|(m, choice)| (cut_module(m, ranks), *choice));
     Selection { modules: modules.collect(), ..selection.clone() }
 }
 
-/// The experts of the rank that trains the most values of them; the first of several.
+/// The experts of the rank with the most trained values in experts; the first of several.
 pub fn own(selection: &Selection, ranks: usize) -> Option<Range<usize>> {
     if ranks <= 1 {
         return None;

@@ -16,7 +16,7 @@ pub(super) struct TrainedBytes {
     pub lens: Vec<u64>,
     /// Values with master weights, by flat buffer.
     pub kept: Vec<u64>,
-    /// Flat buffers with layers that read the f32 master weights.
+    /// Flat buffers with layers reading the f32 master weights.
     pub wide: BTreeSet<usize>,
     /// Weights trained in full, and adapters, in the compute dtype.
     pub full: u64,
@@ -68,7 +68,7 @@ impl TrainedBytes {
         self.projecting = self.projecting.max(projecting(c, t, rounded));
     }
 
-    /// Values of a flat buffer's f32 copy that layers read; 0 if the compute weights are f32.
+    /// Values of a flat buffer's f32 copy read by layers; 0 if the compute weights are f32.
     pub fn wide_values(&self, c: &Setup<'_>, flat: usize) -> u64 {
         if c.machine.computes_in_f32() || !self.wide.contains(&flat) { 0 } else { self.lens[flat] }
     }
@@ -89,7 +89,7 @@ fn projecting(c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) -> u64 {
     let after = match (c.machine.computes_in_f32(), rounded) {
         (true, _) => copy,
         (false, false) => copy.max(c.width() * n),
-        // f32 copy of the weights, beside a copy of those on the host
+        // f32 copy of the weights, and a copy of weights on the host
         (false, true) => 4 * n + copy + if c.weights_on_host() { c.width() * n } else { 0 },
     };
     look.max(low + after)

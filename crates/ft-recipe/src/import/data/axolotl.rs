@@ -9,7 +9,7 @@ use crate::keys::{Format, Task};
 use crate::syntax::quote;
 use serde_json::Value;
 
-/// Kinds of files, which axolotl also takes as a path.
+/// Kinds of files, also taken as a path by axolotl.
 const KINDS: &[&str] = &["json", "csv", "parquet", "text", "arrow"];
 
 /// Default prompt of a type with columns of its own.
@@ -139,7 +139,7 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
     }
 }
 
-/// A column; the first one of a type without a format of its own tells that of its default.
+/// A column; the first one of a type without `type.format` tells the default prompt.
 fn user_defined(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome {
     source.format("alpaca");
     let told = source.field(key.rsplit("field_").next().unwrap_or_default(), value);
@@ -162,7 +162,7 @@ fn roles(key: &str, value: &Value) -> Outcome {
     }
 }
 
-/// Names inside a message: those of OpenAI and of ShareGPT are read.
+/// Names inside a message: OpenAI's and ShareGPT's are read.
 fn named_as(value: &Value, known: &[&str]) -> Outcome {
     match text(value).as_deref() {
         Some(name) if known.contains(&name) => needless(format!("{name:?} is read as it is")),

@@ -114,7 +114,7 @@ fn named(entry: &Value, place: String, key: &str) -> Source {
     if entry.get("hf_hub_url").is_some() { of_hub(source) } else { source }
 }
 
-/// A source of the hub, with its default split.
+/// A source of the hub, with the default split.
 fn of_hub(mut source: Source) -> Source {
     source.keys.entry("split").or_insert_with(|| quote("train"));
     source
@@ -131,7 +131,7 @@ fn of_text(entry: &Value, place: String, key: &str, advice: &mut Vec<String>) ->
     source
 }
 
-/// A source from its entry in `dataset_info.json`.
+/// A source from an entry of `dataset_info.json`.
 fn of_entry(
     entry: &Value,
     name: &str,

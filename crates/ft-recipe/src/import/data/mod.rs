@@ -11,7 +11,7 @@ use super::read::Entry;
 use crate::syntax::quote;
 use source::Source;
 
-/// First parts of keys of configurations that do not train, with what these do.
+/// First parts of keys of configurations without training, with their purposes.
 const OTHERS: [(&str, &str); 7] = [
     ("tasks", "it evaluates a model; ft eval does so on rows"),
     ("prompt", "it answers a prompt, as ft chat does"),
@@ -22,7 +22,7 @@ const OTHERS: [(&str, &str); 7] = [
     ("train_dataset", "it is of LLaMA-Factory's trainer v1, whose keys are not known"),
 ];
 
-/// Why there is no recipe for a configuration without training data, in words.
+/// The reason against a recipe for a configuration without training data, in words.
 pub(super) fn missing(ctx: &Context<'_>) -> Option<String> {
     if ctx.draft.get("data.train.0.source").is_some() {
         return None;
@@ -44,7 +44,7 @@ pub(super) fn outcome(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     found.unwrap_or_else(|| refused("no such key of data here: ft schema lists them"))
 }
 
-/// Converts the data of the file, before its other keys.
+/// Converts the data of the file, before the other keys.
 pub(super) fn all(ctx: &mut Context<'_>) {
     let (train, eval): (Vec<Source>, Vec<Source>) = match ctx.tool {
         "axolotl" => {

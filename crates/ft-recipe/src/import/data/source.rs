@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// Endings of files of rows.
 const ROWS: [&str; 10] = ["arrow", "csv", "gz", "json", "jsonl", "ndjson", "parquet", "tsv", "txt", "zst"];
 
-/// Names of a part of messages, or of a role, that are read as they are.
+/// Names of a part of messages, or of a role, read as they are.
 pub(super) fn names(part: &str) -> &'static [&'static str] {
     match part {
         "role" => &["role", "from"],
@@ -34,7 +34,7 @@ pub(super) struct Source {
     pub fields: BTreeMap<String, String>,
     /// The key that names the source.
     pub origin: String,
-    /// Whether that key is not in the file.
+    /// Whether the key is absent from the file.
     pub by_default: bool,
 }
 
@@ -76,7 +76,7 @@ impl Source {
         self.keys.get("format").is_some_and(|format| *format == quote(Format::Messages.word()))
     }
 
-    /// Names a field of the format, where the file's name is another.
+    /// Names a field of the format, if the file's name differs.
     pub fn field(&mut self, ours: &str, value: &Value) -> Outcome {
         match text(value).filter(|t| !t.is_empty()) {
             Some(theirs) if theirs == ours => {
@@ -136,7 +136,7 @@ pub(super) fn each(
     sets.into_values().flat_map(|keys| convert(ctx, &keys)).collect()
 }
 
-/// The list entry that `keys` are of, or `default`.
+/// The list entry of `keys`, or `default`.
 pub(super) fn origin<'k>(keys: &'k Keys, default: &'k str) -> &'k str {
     keys.first().and_then(|(path, ..)| path.rsplit_once('.')).map_or(default, |(entry, _)| entry)
 }

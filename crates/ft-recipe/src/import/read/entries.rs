@@ -12,7 +12,7 @@ pub(in crate::import) const MOST: usize = 20_000;
 const ROUNDS: usize = 8;
 const LONGEST: usize = 4096;
 
-/// A key of the file, or a default of its tool.
+/// A key of the file, or a default of the tool.
 #[derive(Clone, Debug)]
 pub(in crate::import) struct Entry {
     /// Dotted path.
@@ -65,7 +65,7 @@ impl Entries {
         }
     }
 
-    /// Replaces `${a.b}` by the value of that key, which may name further keys.
+    /// Replaces `${a.b}` by the key's value, which may name further keys.
     fn interpolate(&mut self) {
         for _ in 0..ROUNDS {
             let known: BTreeMap<String, String> =
@@ -101,7 +101,7 @@ impl Entries {
     }
 }
 
-/// The table that an entry has as a text in JSON: `*_kwargs`, `optim_args`.
+/// The table in an entry's JSON text: `*_kwargs`, `optim_args`.
 fn table_of(e: &Entry) -> Option<Map<String, Value>> {
     let text = e.value.as_str().filter(|_| e.path.ends_with("_kwargs") || e.path == "optim_args")?;
     serde_json::from_str(text).ok()

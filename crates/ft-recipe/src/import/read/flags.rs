@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::iter::Peekable;
 use std::str::Chars;
 
-/// Words that begin the trainer's own flags: those before are the launcher's.
+/// Words before the trainer's own flags: earlier flags are the launcher's.
 const PROGRAMS: [&str; 4] = ["trl", FACTORY, TUNE, AXOLOTL];
 const AXOLOTL: &str = "axolotl";
 const TUNE: &str = "tune";
@@ -17,14 +17,14 @@ const FACTORY: &str = "llamafactory-cli";
 const FACTORY_MODULE: &str = "llamafactory.cli";
 /// Modules behind `-m` with another program as an argument.
 const LAUNCHERS: [&str; 3] = ["torch.distributed.", "accelerate.commands.", "deepspeed.launcher."];
-/// Options of uv with the name of a package, and of conda with that of an environment.
+/// Options of uv with the name of a package, and of conda with the name of an environment.
 const PACKAGES: [&str; 7] = ["--with", "--from", "--extra", "--group", "--package", "-n", "--name"];
 /// First words of a command.
 const FIRST: [&str; 6] = ["trl", "accelerate", "torchrun", "deepspeed", FACTORY, "export"];
 /// Programs before a command, with options of their own.
 const RUNNERS: [&str; 10] =
     ["env", "exec", "nohup", "time", "uv", "uvx", "srun", "mpirun", "conda", "poetry"];
-/// Tasks in names of scripts, also of tasks that ft lacks; the first one found counts.
+/// Tasks in names of scripts, also of tasks missing in ft; the first one found counts.
 const TASKS: [&str; 26] = [
     "online",
     "dpo",
@@ -55,7 +55,7 @@ const TASKS: [&str; 26] = [
 ];
 /// Further scripts and verbs of training.
 const TRAINS: [&str; 2] = ["sft", "train"];
-/// Words in names of scripts that prepare, measure or convert.
+/// Words in names of preparing, measuring or converting scripts.
 const HELPERS: [&str; 16] = [
     "prepare",
     "preprocess",
@@ -74,12 +74,12 @@ const HELPERS: [&str; 16] = [
     "merge",
     "export",
 ];
-/// The key of a file that a command trains by.
+/// The key of a command's configuration file.
 pub(in crate::import) const FILE: &str = "config";
-/// Variables of the environment that a trainer reads.
+/// Environment variables read by a trainer.
 const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
 
-/// Variables that a script sets, with their lines.
+/// Variables set by a script, with their lines.
 type Variables = BTreeMap<String, (String, usize)>;
 
 /// Reads the training command, or else the command with the most flags.
@@ -148,7 +148,7 @@ fn redirects(word: &str) -> Option<bool> {
     file.or((rest == "<").then_some("")).map(str::is_empty)
 }
 
-/// The commands of a script: words with their lines. Variables that the script sets are filled in.
+/// The commands of a script: words with their lines. Variables set by the script are filled in.
 fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
     let mut commands = vec![Vec::new()];
     let mut variables = Variables::new();
@@ -184,8 +184,8 @@ fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
     (commands, variables)
 }
 
-/// What follows a `$`: the value of a variable that the script sets, the default in `${NAME:-default}`, or the
-/// expansion as it is written.
+/// The text for a `$`: the value of a variable set by the script, the default in `${NAME:-default}`, or the expansion
+/// as written.
 fn expanded(chars: &mut Peekable<Chars<'_>>, variables: &Variables) -> String {
     let braced = chars.next_if_eq(&'{').is_some();
     let mut name = String::new();

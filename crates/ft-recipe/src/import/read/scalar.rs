@@ -29,7 +29,7 @@ pub(in crate::import) fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// A number, also one that is written as a string.
+/// A number, also one written as a string.
 pub(in crate::import) fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Number(n) => n.as_f64(),
@@ -38,7 +38,7 @@ pub(in crate::import) fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// True, false, or a word for one of them.
+/// True or false, also as a word.
 pub(in crate::import) fn truth(value: &Value) -> Option<bool> {
     match value {
         Value::Bool(b) => Some(*b),
@@ -56,7 +56,7 @@ pub(in crate::import) fn words(value: &Value) -> Vec<String> {
     }
 }
 
-/// Whether a value has a variable or another expansion that was not filled in: `$NAME`, `${NAME}`, `$(command)`.
+/// Whether a value has an unfilled variable or other expansion: `$NAME`, `${NAME}`, `$(command)`.
 pub(in crate::import) fn is_expansion(value: &Value) -> bool {
     match value {
         Value::String(s) => s
@@ -68,7 +68,7 @@ pub(in crate::import) fn is_expansion(value: &Value) -> bool {
     }
 }
 
-/// Whether a value turns its key off.
+/// Whether a value turns the key off.
 pub(in crate::import) fn is_off(value: &Value) -> bool {
     match value {
         Value::Null => true,

@@ -127,7 +127,7 @@ pub(crate) fn tuple(items: Vec<Value>) -> Value {
 pub(crate) struct Generator(Mutex<VecDeque<Value>>);
 
 impl Generator {
-    /// A generator of `items`. An error ends the items, and is raised where it is reached.
+    /// A generator of `items`. An error ends the items, and is raised once reached.
     pub fn value(items: impl Iterator<Item = Result<Value, Error>>) -> Value {
         let mut all = VecDeque::new();
         for item in items {

@@ -1,4 +1,4 @@
-//! BPE over characters whose spaces are marks, as SentencePiece makes it: Llama 2, Mistral, Mixtral, Phi-3, Gemma.
+//! BPE over characters with marks for spaces, as SentencePiece makes it: Llama 2, Mistral, Mixtral, Phi-3, Gemma.
 
 use super::super::{Error, refuse};
 use serde_json::{Map, Value};
@@ -6,13 +6,13 @@ use std::collections::HashMap;
 
 const MARK: &str = "\u{2581}";
 
-/// Places of a mark that is no space of the text.
+/// Places of a mark without a space in the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Prefix {
     Never,
     /// The start of a text and of its parts behind special tokens.
     Parts,
-    /// The same, of parts that begin with no space.
+    /// The same, of parts without a leading space.
     BarePart,
     /// The start of a text, if it begins with no space.
     BareText,

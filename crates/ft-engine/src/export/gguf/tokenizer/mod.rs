@@ -1,5 +1,5 @@
 //! Converts `tokenizer.json` to llama.cpp's keys: byte-level BPE as a token list, a merge list, and the
-//! name of a pre-tokenizer; BPE over characters, whose spaces are marks, as a token list with scores or merges.
+//! name of a pre-tokenizer; BPE over characters, with marks for spaces, as a token list with scores or merges.
 
 mod marks;
 mod pre;
@@ -164,7 +164,7 @@ fn adds_bos(tokenizer: &Tokenizer) -> bool {
     start.len() == 1
 }
 
-/// Warns of tokens that take spaces in training alone.
+/// Warns of tokens taking spaces in training alone.
 fn warn_of_spaces(file: &Map<String, Value>) {
     if let [first, others @ ..] = &strips::unstripped(file)[..] {
         let others = and_more(others.len());

@@ -1,4 +1,4 @@
-//! Special tokens that take the spaces around them (`lstrip`, `rstrip`), which llama.cpp knows by the model's name.
+//! Special tokens taking the spaces around them (`lstrip`, `rstrip`), known to llama.cpp by the model's name.
 
 use serde_json::{Map, Value};
 
@@ -34,7 +34,7 @@ pub(super) fn title(name: &str, file: &Map<String, Value>) -> String {
     }
 }
 
-/// Tokens that take spaces, and do not in llama.cpp.
+/// Tokens taking spaces, but not in llama.cpp.
 pub(super) fn unstripped(file: &Map<String, Value>) -> Vec<&str> {
     let added: Vec<&Value> = super::entries(file).collect();
     if as_phi3(&added) {

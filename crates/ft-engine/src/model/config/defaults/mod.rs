@@ -5,16 +5,16 @@ use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Defaults by `model_type`, of the keys that `ft` reads. `tests/fixtures/make_configs.py` writes the file; a test
-/// below sees that every family has a row.
+/// Defaults by `model_type`, of the keys read by `ft`. `tests/fixtures/make_configs.py` writes the file; a test below
+/// requires a row for every family.
 static CLASSES: LazyLock<HashMap<String, Map<String, Value>>> =
     LazyLock::new(|| serde_json::from_str(include_str!("classes.json")).unwrap_or_default());
 
 /// Names of the number of experts. transformers 5.19 and later write the second for some families of the first.
 pub(super) const EXPERT_COUNTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
-/// The keys of a text model, with its class's default for each absent key, and for [`LOCAL`] where the class does not
-/// read it. A null stays, except where the default is a table, and where the class takes numbers alone.
+/// The keys of a text model, with the class's defaults for absent keys, and for [`LOCAL`] if the class does not read
+/// it. A null stays, unless the default is a table or the class takes numbers alone.
 pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String, Value> {
     let class = CLASSES.get(family.model_type).into_iter().flatten();
     let absent = class.filter(|(key, _)| is_default(family, raw, key));
@@ -23,7 +23,7 @@ pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String
     all
 }
 
-/// Whether a key of a text model has the default of its class.
+/// Whether a key of a text model has the class's default.
 pub(super) fn is_default(family: &Family, raw: &Map<String, Value>, key: &str) -> bool {
     let Some(default) = default_of(family, key) else { return false };
     let fills_null = default.is_object() || takes_no_null(family, key);

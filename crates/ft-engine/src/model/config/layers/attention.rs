@@ -81,7 +81,7 @@ impl Keys<'_> {
     fn window(&self, family: &Family) -> Result<Option<usize>> {
         const SIZE: &str = "sliding_window";
         let switch = self.flag("use_sliding_window")?;
-        // transformers 5 writes 0 for windows that are off.
+        // transformers 5 writes 0 for disabled windows.
         let zero = self.get(SIZE).is_some_and(|n| n.as_u64() == Some(0));
         if family.window.has_switch() && switch == Some(false) && zero {
             return Ok(None);

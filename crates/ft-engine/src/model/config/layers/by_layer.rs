@@ -1,4 +1,4 @@
-//! Keys of families whose layers differ in size and in where their keys and values come from (Gemma 4).
+//! Keys of families with layers of different sizes and sources of keys and values (Gemma 4).
 
 use crate::model::config::error::Result;
 use crate::model::config::family::Family;
@@ -8,7 +8,7 @@ use crate::model::config::types::{KeySource, LayerAttention, LayerInputs};
 use ft_base::store::json::short;
 use std::collections::HashMap;
 
-/// Keys that other families must not have.
+/// Keys refused in other families.
 pub(in crate::model::config) const READ: &[&str] = &[
     "attention_k_eq_v",
     "enable_moe_block",
@@ -28,7 +28,7 @@ pub(in crate::model::config) const READ: &[&str] = &[
 const GLOBAL_HEAD_DIM: usize = 512;
 
 impl Keys<'_> {
-    /// Refuses values of the keys in [`READ`] that are not built.
+    /// Refuses unsupported values of the keys in [`READ`].
     pub(in crate::model::config) fn refuse_by_layer(&self, family: &Family) -> Result<()> {
         if !family.by_layer {
             return Ok(());
@@ -56,7 +56,7 @@ impl Keys<'_> {
         Ok((width > 0).then_some(LayerInputs { width, vocab }))
     }
 
-    /// Sets what differs between the layers of a family, given layers with the sizes of sliding ones.
+    /// Sets the differences between the layers of a family, given layers with the sizes of sliding ones.
     pub(in crate::model::config) fn by_layer(
         &self,
         heads: usize,

@@ -10,7 +10,7 @@ const NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 /// Linears of a gated feed-forward: a dense one or one expert.
 #[derive(Clone, Debug)]
 pub struct MlpTree {
-    /// `[d]` -> `[f]`; where gate and up are joint, of both, `[d]` -> `[2 f]`.
+    /// `[d]` -> `[f]`; joint with up, `[d]` -> `[2 f]`.
     pub gate: Module,
     /// `[d]` -> `[f]`, if apart.
     pub up: Option<Module>,

@@ -6,7 +6,7 @@ use crate::model::config::family::{DeltaProjections, QkNorms};
 use crate::model::config::spelling::LAYER_SCALAR;
 use crate::model::config::types::{Config, Delta, KeySource};
 
-/// Part of a layer that mixes tokens.
+/// Token-mixing part of a layer.
 #[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "one for each layer, taken apart at once")]
 pub enum MixerTree {
@@ -53,7 +53,7 @@ impl MixerTree {
 /// Modules of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct LayerTree {
-    /// Norms of the inputs and outputs of mixer and feed-forward part, of those that the family has.
+    /// Norms of the inputs and outputs of mixer and feed-forward part, if the family has them.
     pub attn_norm: Option<Module>,
     pub mixer: MixerTree,
     pub attn_post: Option<Module>,

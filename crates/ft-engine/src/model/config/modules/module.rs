@@ -1,4 +1,4 @@
-//! Modules with weights: names, kinds, groups, and the parameters that PEFT adapts.
+//! Modules with weights: names, kinds, groups, and the parameters adapted by PEFT.
 
 use std::sync::Arc;
 
@@ -59,9 +59,9 @@ pub enum Kind {
     Norm { dim: usize },
     /// Depthwise convolution with taps `[channels, 1, taps]`.
     Conv { channels: usize, taps: usize },
-    /// A parameter `[dim]` that is no module's weight: its tensor has the name of the module.
+    /// A parameter `[dim]`, not a module's weight: the tensor has the name of the module.
     Vector { dim: usize },
-    /// As [`Kind::Vector`], but a constant, which is in no list of modules and never trains.
+    /// As [`Kind::Vector`], but a constant, in no list of modules and never trained.
     Constant { dim: usize },
     /// A table `[vocab, dim]`.
     Embedding { vocab: usize, dim: usize },
@@ -78,13 +78,13 @@ pub struct Module {
     pub layer: Option<usize>,
     /// Expert index, for linears of experts.
     pub expert: Option<usize>,
-    /// The parameter that PEFT adapts in place of this linear, if adapters are of parameters.
+    /// The parameter adapted by PEFT in place of this linear, if adapters are of parameters.
     pub parameter: Option<Arc<Parameter>>,
-    /// The way in which ranks of a tensor group cut the weight.
+    /// How ranks of a tensor group cut the weight.
     pub cut: CutAlong,
 }
 
-/// Dimension of a weight along which the ranks of a tensor group cut it.
+/// Dimension of a weight cut by the ranks of a tensor group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CutAlong {
     /// Every rank has all of it.
@@ -97,7 +97,7 @@ pub enum CutAlong {
     Columns,
 }
 
-/// A parameter that PEFT adapts as a whole (`target_parameters`).
+/// A parameter adapted by PEFT as a whole (`target_parameters`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     /// Full name, such as `model.layers.0.mlp.experts.gate_up_proj`.
@@ -125,7 +125,7 @@ pub struct Slice {
     /// First of the linear's rows, and their distance.
     pub first: usize,
     pub step: usize,
-    /// Module whose A this linear shares, if it has none of its own.
+    /// Module with the A of this linear, if shared.
     pub a_of: Option<String>,
     /// Whether PEFT wraps this parameter around another one of the module, if both are adapted.
     pub outer: bool,
@@ -136,7 +136,7 @@ pub struct Slice {
 /// Name of linear attention in a layer.
 pub(super) const DELTA: &str = "linear_attn";
 
-/// Name of the logarithms of its decay rates.
+/// Name of the logarithms of linear attention's decay rates.
 pub(super) const A_LOG: &str = "A_log";
 
 /// Name of a score head.
@@ -213,7 +213,7 @@ impl Module {
         self.parameter.as_ref()?.slice.as_ref()
     }
 
-    /// Module whose A an adapter of this linear uses.
+    /// Module with the A of this linear's adapter.
     pub fn a_of(&self) -> &str {
         self.slice().and_then(|s| s.a_of.as_deref()).unwrap_or(&self.name)
     }
@@ -228,7 +228,7 @@ impl Module {
         matches!(self.kind, Kind::Vector { .. } | Kind::Constant { .. })
     }
 
-    /// Whether the weight is a constant, which is one where a checkpoint lacks it.
+    /// Whether the weight is a constant: 1 if absent from a checkpoint.
     pub fn is_constant(&self) -> bool {
         matches!(self.kind, Kind::Constant { .. })
     }

@@ -65,7 +65,7 @@ pub fn modules(c: &Config) -> Vec<Module> {
     Tree::of(c).list()
 }
 
-/// Tensors that the model computes with and that never train, outside of [`modules`].
+/// Constant tensors of the forward pass, outside of [`modules`].
 pub fn constants(c: &Config) -> Vec<Module> {
     if !c.family.by_layer {
         return Vec::new();
@@ -73,7 +73,7 @@ pub fn constants(c: &Config) -> Vec<Module> {
     (0..c.layers).filter_map(|l| LayerTree::of(c, l).scalar).collect()
 }
 
-/// Constant added to the stored weight of a norm: 1 in families that store weights minus 1, linear attention apart.
+/// Constant added to the stored weight of a norm: 1 in families storing weights minus 1, linear attention apart.
 pub fn norm_offset(c: &Config, norm: &Module) -> f64 {
     if c.family.plus_one && !norm.is_of_delta() { 1.0 } else { 0.0 }
 }

@@ -65,8 +65,8 @@ pub enum Scaling {
         /// Whether the blended range is rounded outward to whole dimensions.
         truncate: bool,
     },
-    /// LongRoPE (Ding et al., 2024): each channel pair's frequency divided by a factor of its own, of one list or the
-    /// other by the length of the document.
+    /// LongRoPE (Ding et al., 2024): the frequency of a channel pair divided by its factor, from one of two lists by
+    /// the length of the document.
     Long {
         short: Vec<f32>,
         /// Of documents with more tokens than `original`.
@@ -119,8 +119,7 @@ impl Rope {
 
     /// Frequencies of [`Rope::frequencies`] in a document of `tokens`.
     ///
-    /// Follows the arithmetic of transformers, including its use of f32, so that angles match to the last
-    /// bit.
+    /// Follows the arithmetic of transformers, f32 included, for angles equal to the last bit.
     fn frequencies_of(&self, tokens: usize) -> (Vec<f32>, f32) {
         let (dim, half) = (self.dim, self.dim / 2);
         let theta = self.theta as f32 * self.growth(tokens);
@@ -185,8 +184,7 @@ impl Rope {
         }
     }
 
-    /// Tables for token positions in documents of these lengths, end to end; the last positions, if there are fewer
-    /// than tokens.
+    /// Tables for token positions in documents of these lengths, end to end; the last positions, if fewer than tokens.
     pub fn tables(&self, positions: &[u32], docs: &[usize], device: &Device) -> Result<Tables> {
         let make = |v| Tensor::from_vec(v, (positions.len(), self.dim / 2), device);
         let [cos, sin] = self.values(positions, docs).map(make);

@@ -33,7 +33,7 @@ const LONG: [&str; 2] = ["longrope", "su"];
 /// Keys of a table without effect on the scaling.
 const BESIDE: [&str; 5] = [BASE, KINDS[0], KINDS[1], "mrope_interleaved", "mrope_section"];
 
-/// Keys that a type of scaling reads.
+/// Keys read by a type of scaling.
 fn keys_of(kind: &str) -> &'static [&'static str] {
     match kind {
         DEFAULT => &[],
@@ -54,7 +54,7 @@ fn keys_of(kind: &str) -> &'static [&'static str] {
     }
 }
 
-/// Reads the rotary embeddings of settled keys: one of all layers, or those of full and of sliding layers.
+/// Reads the rotary embeddings of settled keys: one of all layers, or one of full and one of sliding layers.
 pub(in crate::model::config) fn read(
     keys: &Keys<'_>,
     family: &Family,
@@ -75,7 +75,7 @@ pub(in crate::model::config) fn read(
     in_effect(keys, family)?.iter().zip([BASE, LOCAL]).zip([false, true]).map(of).collect()
 }
 
-/// Notes on keys of `file` that transformers does not read, given the settled `keys`; an error for a key of overrides.
+/// Notes on keys of `file` not read by transformers, given the settled `keys`; an error for a key of overrides.
 pub(in crate::model::config) fn unread(
     (file, keys): (&Keys<'_>, &Keys<'_>),
     family: &Family,
@@ -135,12 +135,12 @@ fn idle(
     differs.then(|| t.without_effect(key, why, is_changed(&t.name(key), overrides))).transpose()
 }
 
-/// Share of a head's channels that rotate, in the table or at the top level.
+/// Rotated share of a head's channels, in the table or at the top level.
 fn share(keys: &Keys<'_>, t: &Keys<'_>) -> Result<Option<f64>> {
     Ok(t.number(PARTIAL, SHARE)?.or(keys.number(PARTIAL, SHARE)?))
 }
 
-/// Error for the share that [`share`] reads.
+/// Error for the share read by [`share`].
 fn bad_share(keys: &Keys<'_>, t: &Keys<'_>, why: String) -> Error {
     let table = if t.get(PARTIAL).is_some() { t } else { keys };
     table.bad(PARTIAL, why)
@@ -201,7 +201,7 @@ fn truncates(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<bool> {
     Ok(t.flag(TRUNCATE)?.unwrap_or(!t.raw.contains_key(TRUNCATE)))
 }
 
-/// Refuses scalings that are not built for the family, or that transformers 4 and 5 read differently.
+/// Refuses scalings not built for the family, or read differently by transformers 4 and 5.
 fn check(keys: &Keys<'_>, t: &Keys<'_>, family: &Family) -> Result<()> {
     let kind = kind_of(t)?;
     let built: &[&str] = match (family.joint_qkv, family.two_ropes) {

@@ -21,15 +21,16 @@ pub(super) const BASE: &str = "rope_theta";
 pub(super) const KINDS: [&str; 2] = ["rope_type", "type"];
 /// Name of the type without scaling.
 pub(super) const DEFAULT: &str = "default";
-/// Keys of a table that a new scaling leaves.
+/// Keys of a table kept by a new scaling.
 const UNSCALED: [&str; 6] =
     [BASE, PARTIAL, "mrope_section", "mrope_interleaved", LAYER_TYPES[0], LAYER_TYPES[1]];
 
 /// An absent table.
 pub(super) static NONE: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// Completes [`ROPE_PARAMETERS`] as transformers does. Absent tables have the default of the class, if there is one.
-/// [`ROPE_SCALING`] replaces a table of all layers, with its base, or keys of that of full layers; Gemma 4 has none.
+/// Completes [`ROPE_PARAMETERS`] as transformers does. Absent tables have the default of the class, if any.
+/// [`ROPE_SCALING`] replaces a table of all layers, with its base, or keys of the table of full layers; Gemma 4 has
+/// none.
 pub(in crate::model::config) fn settle(raw: &mut Map<String, Value>, family: &Family) {
     if raw.get(ROPE_PARAMETERS).is_none_or(Value::is_null) {
         let plain =
@@ -119,8 +120,8 @@ pub(in crate::model::config) fn refuse(overrides: &Keys<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Replaces keys of a text model by overrides. Scaling and bases go into the tables in effect, and leave the rest of
-/// them: at the top level, transformers would take another base with the scaling, and ignore the bases. A new
+/// Replaces keys of a text model by overrides. Scaling and bases go into the tables in effect, and leave the rest: at
+/// the top level, transformers would take another base with the scaling, and ignore the bases. A new
 /// [`ROPE_PARAMETERS`] replaces the tables.
 pub(in crate::model::config) fn replace(
     raw: &mut Map<String, Value>,
@@ -140,7 +141,7 @@ pub(in crate::model::config) fn replace(
     raw.extend(top);
 }
 
-/// Changes the tables in effect by overrides: those of the file, else those of the class, else a new one.
+/// Changes the tables in effect by overrides: the file's, else the class's, else a new one.
 fn change(raw: &mut Map<String, Value>, overrides: &Map<String, Value>, family: &Family) {
     let is_scaled = overrides.contains_key(ROPE_SCALING);
     // Not read in a file, or refused there and replaced here.
@@ -172,7 +173,7 @@ fn change(raw: &mut Map<String, Value>, overrides: &Map<String, Value>, family: 
 }
 
 /// Puts overrides into a table: a base, and scaling and share with the base of full layers. A scaling with a type
-/// replaces the former one. Base and share are put where the table has them, or `always`.
+/// replaces the former one. Base and share are put if the table has them, or `always`.
 fn put(table: &mut Value, overrides: &Map<String, Value>, base: &str, always: bool) {
     let Value::Object(table) = table else { return };
     let of_full = |key: &str| overrides.get(key).filter(|_| base == BASE);
