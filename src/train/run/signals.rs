@@ -1,8 +1,8 @@
-//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, which schedulers send before a time limit.
+//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, sent by schedulers before a time limit.
 //!
 //! During training, the first signal sets a flag, checked between micro-batches, and the second signal, SIGUSR1
 //! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
-//! ends the process; before training, a message says so.
+//! ends the process; before training, a message says so, and is waited for at most five seconds.
 //!
 //! Signals within a second count as one: `timeout` signals a process and then its group. The parent process forwards
 //! its own signals through a pipe ([`pass`]). A signal to both, as from a control group, also counts once: only a
@@ -14,6 +14,7 @@ use ft_base::terminal::tell;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,26 +28,30 @@ const SIGNALS: [(i32, &str, ExitCode); 4] = [
 
 /// Interval after the first signal during which further signals count as duplicates.
 const TOGETHER: Duration = Duration::from_secs(1);
+/// Maximum time of a message before the end of a process.
+const REPORTING: Duration = Duration::from_secs(5);
 
 /// Handlers are global to the process, so they are registered once.
 static HANDLERS: OnceLock<Handlers> = OnceLock::new();
 
 #[derive(Clone, Default)]
 struct Handlers {
-    /// True if a signal ends the process at once: outside training, and from [`TOGETHER`] after the first signal on.
+    /// True if a signal other than SIGUSR1 ends the process at once: outside training, and from [`TOGETHER`] after the
+    /// first signal on.
     at_once: Arc<AtomicBool>,
+    /// True if SIGUSR1 ends the process at once: outside training.
+    on_request: Arc<AtomicBool>,
     /// Index in [`SIGNALS`] of the latest signal, plus 1; 0 for none.
     seen: Arc<AtomicUsize>,
-    /// Time of the first signal other than SIGUSR1 that was passed on.
+    /// Time of the first passed-on signal other than SIGUSR1.
     passed: Arc<Mutex<Option<Instant>>>,
-    /// True after a signal that was passed on, or that another rank received first.
+    /// True after a passed-on signal, or one first received by another rank.
     told: Arc<AtomicBool>,
     /// True before training, if a message reports the signal that ends the process.
     early: Arc<AtomicBool>,
 }
 
-/// Signal handling of a run. Dropping it restores immediate exit, unless another rank's signal, or one that was passed
-/// on, stopped the run: this process then awaits the same signal, which must not cut its report short.
+/// Signal handling of a run. Dropping it restores immediate exit as [`Signals::release`].
 pub struct Signals {
     handlers: Handlers,
 }
@@ -58,7 +63,8 @@ impl Signals {
         let handlers = match HANDLERS.get() {
             Some(there) => there.clone(),
             None => {
-                let new = Handlers { at_once: Arc::new(AtomicBool::new(true)), ..Handlers::default() };
+                let new = Handlers::default();
+                new.end_at_once(true);
                 new.register().map_err(|e| Error::Usage(format!("signals cannot be caught: {e}")))?;
                 HANDLERS.get_or_init(|| new).clone()
             }
@@ -66,26 +72,32 @@ impl Signals {
         handlers.seen.store(0, Ordering::Relaxed);
         *handlers.passed.lock().unwrap_or_else(PoisonError::into_inner) = None;
         handlers.told.store(false, Ordering::Relaxed);
-        handlers.at_once.store(true, Ordering::Relaxed);
+        handlers.end_at_once(true);
         Ok(Self { handlers })
     }
 
     /// Has the first signal before [`Signals::hold`] reported as it ends the process.
     pub fn reported(self) -> Self {
         self.handlers.early.store(true, Ordering::SeqCst);
-        self.handlers.at_once.store(false, Ordering::SeqCst);
+        self.handlers.end_at_once(false);
         self
     }
 
     /// Defers the first signal from here on, to be read by [`Signals::seen`].
     pub fn hold(&self) {
         self.handlers.early.store(false, Ordering::SeqCst);
-        self.handlers.at_once.store(false, Ordering::SeqCst);
+        self.handlers.end_at_once(false);
     }
 
-    /// Restores immediate exit on a signal.
+    /// Restores immediate exit on a signal, unless one was received: a copy of it, or of another rank's signal, must
+    /// not cut the last write or the report short. After a direct SIGUSR1, other signals end the process at once.
     pub fn release(&self) {
-        self.handlers.at_once.store(true, Ordering::Relaxed);
+        match self.seen() {
+            _ if self.handlers.told.load(Ordering::SeqCst) => {}
+            None => self.handlers.end_at_once(true),
+            Some((_, ExitCode::Requested)) => self.handlers.at_once.store(true, Ordering::SeqCst),
+            Some(_) => {}
+        }
     }
 
     /// Name and exit code of the signal received, if any.
@@ -115,14 +127,11 @@ impl Signals {
 impl Drop for Signals {
     fn drop(&mut self) {
         self.handlers.early.store(false, Ordering::SeqCst);
-        if !self.handlers.told.load(Ordering::Relaxed) {
-            self.release();
-        }
+        self.release();
     }
 }
 
-/// Takes a signal that the process which started this one passes on. It acts like one that comes here directly, and
-/// both together act like one.
+/// Takes a signal passed on by the parent process. It acts like a direct one, and both together act like one.
 pub fn pass(signal: i32) {
     let Some((place, _, code)) = handled().find(|(_, number, _)| *number == signal) else { return };
     let handlers = HANDLERS.get();
@@ -134,26 +143,39 @@ pub fn pass(signal: i32) {
 }
 
 impl Handlers {
-    /// Before training, reports a signal, once, and ends the process. A second signal does not wait for the report.
+    /// Sets both conditions for immediate exit.
+    fn end_at_once(&self, so: bool) {
+        self.at_once.store(so, Ordering::SeqCst);
+        self.on_request.store(so, Ordering::SeqCst);
+    }
+
+    /// Condition for immediate exit on this signal.
+    fn condition(&self, signal: i32) -> &Arc<AtomicBool> {
+        if signal == SIGUSR1 { &self.on_request } else { &self.at_once }
+    }
+
+    /// Before training, reports a signal, once, and ends the process: after [`REPORTING`] at the latest, because stderr
+    /// may be a full pipe.
     fn end_early(&self, place: usize) {
         if !self.early.swap(false, Ordering::SeqCst) {
             return;
         }
-        let at_once = Arc::clone(&self.at_once);
-        let allow = move || {
-            std::thread::sleep(TOGETHER);
-            at_once.store(true, Ordering::SeqCst);
-        };
-        // without the thread, the report is waited for
-        let _ = std::thread::Builder::new().name("second signal".into()).spawn(allow);
         let (_, name, code) = SIGNALS[place];
         let saved = "before training began: there is nothing to save\nhint: the same command starts again; data \
                      sources that were tokenized to their end are in the token cache, unless data.cache = false";
-        tell(&format!("error: {}", Error::Signal { name, saved: saved.into(), code }));
+        let text = format!("error: {}", Error::Signal { name, saved: saved.into(), code });
+        let (reported, report) = channel();
+        let write = move || {
+            tell(&text);
+            let _ = reported.send(());
+        };
+        // without the thread, the exit code is the report
+        let _ = std::thread::Builder::new().name("report".into()).spawn(write);
+        let _ = report.recv_timeout(REPORTING);
         code.end_process();
     }
 
-    /// Records a signal that was passed on. Returns true if it ends the process.
+    /// Records a passed-on signal. Returns true if it ends the process.
     fn pass(&self, place: usize, signal: i32, now: Instant) -> bool {
         let mut first = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
         let is_second = signal != SIGUSR1 && *first.get_or_insert(now) + TOGETHER <= now;
@@ -168,7 +190,7 @@ impl Handlers {
     fn register(&self) -> std::io::Result<()> {
         use signal_hook::flag;
         for (i, signal, code) in handled() {
-            flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
+            flag::register_conditional_shutdown(signal, code as i32, Arc::clone(self.condition(signal)))?;
             flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
         }
         let mut signals = iterator::Signals::new(Signals::numbers())?;
@@ -191,7 +213,7 @@ impl Handlers {
     }
 }
 
-/// Handled signals, with index in [`SIGNALS`] and exit code; without SIGHUP under `nohup`, which ignores it.
+/// Handled signals, with index in [`SIGNALS`] and exit code; without an ignored SIGHUP, as under `nohup`.
 fn handled() -> impl Iterator<Item = (usize, i32, ExitCode)> {
     let all = SIGNALS.into_iter().enumerate();
     all.filter(|(_, (signal, name, _))| *name != "SIGHUP" || !ignored(*signal))
@@ -229,7 +251,34 @@ mod tests {
         signals.hear(1);
         assert_eq!(signals.seen(), Some(("SIGTERM", ExitCode::Terminated)), "its own came first");
         drop(signals);
-        assert!(at_once.load(Ordering::Relaxed));
+        assert!(!at_once.load(Ordering::Relaxed), "a copy may follow");
+    }
+
+    /// A copy of a signal cuts neither the result nor the report short.
+    #[test]
+    fn a_copy_of_a_signal_ends_nothing() {
+        for (place, [term, request]) in
+            [(0, [true; 2]), (1, [false; 2]), (2, [false; 2]), (3, [false; 2]), (4, [true, false])]
+        {
+            let (signals, _) = held();
+            let handlers = signals.handlers.clone();
+            let ends = || [SIGTERM, SIGUSR1].map(|signal| handlers.condition(signal).load(Ordering::SeqCst));
+            handlers.seen.store(place, Ordering::SeqCst);
+            signals.release();
+            assert_eq!(ends(), [term, request], "{place}");
+            drop(signals);
+            assert_eq!(ends(), [term, request], "{place}");
+        }
+    }
+
+    #[test]
+    fn a_request_is_no_second_signal() {
+        let (signals, _) = held();
+        let handlers = &signals.handlers;
+        handlers.seen.store(2, Ordering::SeqCst);
+        handlers.follow(SIGTERM);
+        let ends = |signal| handlers.condition(signal).load(Ordering::SeqCst);
+        assert!(ends(SIGTERM) && ends(SIGINT) && ends(SIGHUP) && !ends(SIGUSR1));
     }
 
     /// A signal received directly and through the pipe, in either order, counts once; duplicates need an interval.

@@ -3,10 +3,15 @@
 
 use crate::world::{LORA, Ran, World, content, few, ran, recipe, reference, rows};
 use candle_core::{DType, Device, Tensor};
+use rustix::fs::OFlags;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::cell::RefCell;
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, PipeReader, Write};
 use std::net::TcpListener;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
@@ -143,24 +148,70 @@ fn signals_do_not_wait_for_a_step() {
     assert!(end(&w, "cut") == end(&w, "whole"));
 }
 
-/// A signal before training, here as the run waits for the hub, ends it with a message.
+/// Fills a pipe, so that its other writers wait.
+fn fill(pipe: &PipeReader) {
+    // opened anew: the other writers share no flag
+    let mut options = OpenOptions::new();
+    options.write(true).custom_flags(OFlags::NONBLOCK.bits() as i32);
+    let mut writer = options.open(format!("/proc/self/fd/{}", pipe.as_raw_fd())).expect("a pipe");
+    let full = std::iter::repeat_with(|| writer.write_all(b"\n")).find_map(Result::err);
+    assert_eq!(full.map(|e| e.kind()), Some(ErrorKind::WouldBlock));
+}
+
+/// Only a second signal ends a run whose message is not read, and SIGUSR1 is none, nor are copies of the first.
 #[test]
-fn a_signal_before_training_is_reported() {
+fn a_request_after_a_signal_ends_nothing() {
     let w = World::tiny(LORA);
+    let (unread, stderr) = std::io::pipe().expect("a pipe");
+    let mut c = w.command(&["run", "r.toml", "run.output=cut", "run.steps=100000"]);
+    let mut child = c.stdout(Stdio::null()).stderr(stderr).spawn().expect("started");
+    assert!(until(&mut child, || !w.events("cut", "step").is_empty()));
+    fill(&unread);
+    send(&child, Signal::TERM);
+    while child.try_wait().expect("a child").is_none() {
+        // the interval ends in the pause, most likely, and SIGUSR1 comes first
+        send(&child, Signal::USR1);
+        send(&child, Signal::TERM);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+}
+
+/// Stops a run before training, as it waits for the hub.
+fn stopped_early(w: &World, stderr: impl Into<Stdio>, stop: impl Fn(&Child)) -> Ran {
     let hub = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut c = w.command(&["run", "r.toml", "run.output=cut", "model.source=some/model"]);
     c.env("HF_ENDPOINT", format!("http://{}", hub.local_addr().expect("an address")))
         .env("HF_HUB_OFFLINE", "0");
     c.env("NO_PROXY", "*").env("no_proxy", "*");
-    let mut child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
+    let mut child = c.stdout(Stdio::null()).stderr(stderr).spawn().expect("started");
     hub.set_nonblocking(true).expect("a listener");
     let asked = RefCell::new(None);
     if until(&mut child, || hub.accept().is_ok_and(|request| asked.replace(Some(request)).is_none())) {
-        send(&child, Signal::TERM);
+        stop(&child);
+        until(&mut child, || false);
     }
-    let r = ran(child.wait_with_output().expect("an end"));
+    ran(child.wait_with_output().expect("an end"))
+}
+
+/// A signal before training ends the run with a message.
+#[test]
+fn a_signal_before_training_is_reported() {
+    let r = stopped_early(&World::tiny(LORA), Stdio::piped(), |child| send(child, Signal::TERM));
     let end = "error: stopped by SIGTERM before training began: there is nothing to save\nhint: ";
     assert!(r.code == 143 && r.err.contains(end), "{}: {}", r.code, r.err);
+}
+
+/// The end does not wait for a message that is not read.
+#[test]
+fn signals_before_training_do_not_wait_for_stderr() {
+    let (unread, stderr) = std::io::pipe().expect("a pipe");
+    let twice = |child: &Child| {
+        fill(&unread);
+        send(child, Signal::TERM);
+        send(child, Signal::TERM);
+    };
+    assert_eq!(stopped_early(&World::tiny(LORA), stderr, twice).code, 143);
 }
 
 /// An exploding loss ends the run with exit code 6 and a message, and no bad file under a final name.
