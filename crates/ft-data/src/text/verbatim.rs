@@ -2,19 +2,19 @@
 //!
 //! Marks ([`super::marks`]) locate every string in the text at the cost of a rendering. Most conversations
 //! do not need marks: the strings are long, and appear in the text one after another, complete. Since
-//! matches do not overlap, a match cannot belong to another string; and since the string contains a byte
-//! sequence absent from the template source, the match cannot be literal template text. All other cases are
-//! left to the marks: calls and tools (rendered in any order and as JSON), short strings, optional message
-//! keys, and strings that resemble template markers.
+//! matches do not overlap, a match cannot belong to another string; and since the string contains words
+//! absent from the template source, the match cannot be literal template text. All other cases are left to
+//! the marks: calls and tools (rendered in any order and as JSON), strings without a long run of words,
+//! optional message keys, and strings that resemble template markers.
 
 use super::fragments::{Fragment, Kind};
-use super::template::{Template, Variables, WINDOW};
+use super::template::{Template, Variables};
 use crate::shape::messages::Chat;
 
-/// Shortest string to search for, in bytes.
+/// Least length of a string's longest run of words, in bytes.
 const LEAST: usize = 12;
-/// Typical limit of the template text between two messages, in bytes.
-const BETWEEN: usize = 64;
+/// Characters of template markers.
+const MARKERS: [char; 7] = ['<', '>', '[', ']', '{', '}', '|'];
 
 /// Whether `text` provably contains all strings of the conversation in place, as marks would show.
 pub(super) fn proven(
@@ -31,31 +31,20 @@ pub(super) fn proven(
     let mut from = 0;
     fragments.iter().all(|fragment| {
         let whole = fragment.of(chat);
-        let is_certain = fragment.kind == Kind::Content && is_plain(whole);
-        let Some(at) = next(text, from, whole).filter(|_| is_certain) else { return false };
-        from = at + whole.len();
+        let is_plain = fragment.kind == Kind::Content && !whole.contains(MARKERS);
+        let Some(at) = text[from..].find(whole).filter(|_| is_plain) else { return false };
+        from += at + whole.len();
         // a template may also render the value of any variable
         let said = variables.values().any(|v| v.as_str().map_or(v.len().is_some(), |v| v.contains(whole)));
-        !said && whole.as_bytes().windows(WINDOW).any(|w| is_word(w) && !template.spells(w))
+        let words = words(whole);
+        !said && words.len() >= LEAST && !template.spells(words)
     })
 }
 
-/// Finds `whole` in `text` at or after `from`. Tries nearby positions first, to save the setup cost of a
-/// search.
-fn next(text: &str, from: usize, whole: &str) -> Option<usize> {
-    let bytes = text.as_bytes();
-    let close = (from..text.len().min(from + BETWEEN)).find(|at| bytes[*at..].starts_with(whole.as_bytes()));
-    close.or_else(|| text[from..].find(whole).map(|at| from + at))
-}
-
-/// Whether a string is long and free of characters used in template markers.
-fn is_plain(text: &str) -> bool {
-    text.len() >= LEAST && !text.bytes().any(|b| matches!(b, b'<' | b'>' | b'[' | b']' | b'{' | b'}' | b'|'))
-}
-
-/// Whether a template literal would spell these bytes verbatim, without escapes.
-fn is_word(window: &[u8]) -> bool {
-    window.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b' ' | b',' | b'.' | 0x80..))
+/// The longest run of characters that a template literal would spell verbatim, without escapes.
+fn words(text: &str) -> &str {
+    let escaped = |c: char| c.is_ascii() && !c.is_ascii_alphanumeric() && !matches!(c, ' ' | ',' | '.');
+    text.split(escaped).max_by_key(|run| run.len()).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -104,6 +93,7 @@ mod tests {
         // rows outside the fast path are rendered again, and pass
         for row in [
             rows(&[("user", "Tell us all"), ("assistant", A)]),
+            rows(&[("user", "Why? Since when?"), ("assistant", A)]),
             rows(&[("user", &format!("{Q}<|im_end|>")), ("assistant", A)]),
             rows(&[
                 ("user", Q),

@@ -16,4 +16,4 @@ mod unfold;
 
 #[cfg(test)]
 pub(crate) use render::renderings;
-pub(crate) use render::{Template, Variables, WINDOW};
+pub(crate) use render::{Template, Variables};

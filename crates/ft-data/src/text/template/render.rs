@@ -21,8 +21,6 @@ const FUEL: u64 = 8_000_000;
 const LEVELS: (usize, usize) = (100, 500);
 /// The engine's error for more frames.
 const TOO_DEEP: &str = "recursion limit exceeded";
-/// Length of the byte sequences compared with the template source.
-pub(crate) const WINDOW: usize = 8;
 /// Stack size for compilation (one tree level per token of the longest tag) and for deep renderings.
 const STACK: usize = 16 << 20;
 
@@ -79,9 +77,7 @@ pub(crate) struct Template {
     origin: String,
     default: Option<Compiled>,
     tool_use: Option<Compiled>,
-    /// Template sources, and the sorted set of all byte windows in them.
     sources: Vec<String>,
-    windows: OnceLock<Vec<[u8; WINDOW]>>,
     /// Names that may be variables.
     names: BTreeSet<String>,
 }
@@ -96,7 +92,6 @@ impl Template {
             default: None,
             tool_use: None,
             sources: Vec::new(),
-            windows: OnceLock::new(),
             names: BTreeSet::new(),
         };
         this.default = Some(this.compile(default)?);
@@ -140,16 +135,9 @@ impl Template {
         self.chosen(tools).is_some_and(|t| t.has_generation)
     }
 
-    /// Whether the template source contains these bytes.
-    pub fn spells(&self, bytes: &[u8]) -> bool {
-        let windows = self.windows.get_or_init(|| {
-            let mut all: Vec<[u8; WINDOW]> =
-                self.sources.iter().flat_map(|s| s.as_bytes().array_windows().copied()).collect();
-            all.sort_unstable();
-            all.dedup();
-            all
-        });
-        windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
+    /// Whether the template source contains this text.
+    pub fn spells(&self, text: &str) -> bool {
+        self.sources.iter().any(|s| s.contains(text))
     }
 
     /// Whether every rendering sets this variable itself; documents are given, if any.
