@@ -1,8 +1,6 @@
-//! A micro-batch as it enters the model, with the context shared by all layers.
+//! A micro-batch, the input of the model, with the context shared by all layers.
 
 use super::context_parallel::ContextParallel;
-#[cfg(test)]
-use super::context_parallel::Fault;
 use super::sequence_parallel::{Columns, SequenceParallel};
 use super::shared_state::SharedState;
 use super::stage_boundary::Rows;
@@ -58,22 +56,22 @@ pub struct Context<'a> {
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
     pub context_parallel: Option<Arc<ContextParallel<'a>>>,
-    /// Ranks with tokens of the same micro-batch, if there are several.
+    /// Ranks with tokens of the same micro-batch, if several.
     pub micro_batch_group: Option<Arc<MicroBatchGroup<'a>>>,
-    /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
+    /// Tensor-parallel ranks, with the context of all tokens; the rest of this context is of the rank's own tokens.
     pub sequence_parallel: Option<Arc<SequenceParallel<'a>>>,
-    /// Ranks with other heads of the same tokens, if there are some.
+    /// Ranks with other heads of the same tokens, if any.
     pub columns: Option<Columns<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
     pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
-    /// The token of each row, within an expert or a segment, so that dropout depends on the token alone. `None`
-    /// means row i is token i.
+    /// The token of every row, within an expert or a segment, to make dropout depend on the token alone. `None` means
+    /// row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
-    /// Ranks that split the experts, if they do.
+    /// Expert-parallel ranks, if any.
     pub experts: Option<&'a dyn Comm>,
-    /// State that layers hand to later ones.
+    /// State handed on between layers.
     pub shared_state: Arc<SharedState>,
 }
 
@@ -94,7 +92,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// The same context for a pass with this state between its layers, among ranks that split the experts.
+    /// The same context for a pass with this state between layers, among expert-parallel ranks.
     pub fn for_pass(&self, shared_state: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
         let sequence_parallel = self.sequence_parallel.as_ref().map(|s| Arc::new(s.for_pass(shared_state)));
         Self { experts, shared_state: Arc::clone(shared_state), sequence_parallel, ..self.clone() }
@@ -105,12 +103,12 @@ impl<'a> Context<'a> {
         self.sequence_parallel.as_ref().map_or(self, |s| s.whole())
     }
 
-    /// Whether the rank has no tokens, but one row that no other rank sees.
+    /// Whether the rank has no tokens, but one row unseen by other ranks.
     pub fn has_placeholder_row(&self) -> bool {
         self.sequence_parallel.as_ref().is_some_and(|s| s.has_placeholder_row())
     }
 
-    /// Spare columns of a tensor that a block takes: none if it is gathered first.
+    /// Spare columns of a block's input: none if gathered first.
     pub fn room(&self, rank: usize) -> usize {
         if self.sequence_parallel.is_some() { 0 } else { rank }
     }
@@ -138,7 +136,7 @@ pub struct Batch<'a> {
     pub ids: Tensor,
     /// Tokens of the embedding's gradient, sorted by id, without the padding token; `None` on the CPU if they are all.
     pub by_id: Option<ById>,
-    /// The padding token, if it is among the ids.
+    /// The padding token, if among the ids.
     pub pad: Option<u32>,
     /// Number of tokens t.
     pub tokens: usize,
@@ -155,7 +153,7 @@ pub struct Batch<'a> {
     pub target_count: usize,
     /// Number of targets in earlier micro-batches of the step.
     pub first_target: usize,
-    /// Index of each target in the micro-batch, if this is a part of it.
+    /// Indices of the targets in the micro-batch, if this is a part of one.
     pub target_numbers: Option<Vec<u32>>,
 }
 
@@ -291,7 +289,7 @@ impl<'a> Batch<'a> {
         Ok(self)
     }
 
-    /// Number of tokens, and of those of all ranks that cut the same matrices.
+    /// Number of tokens, of this rank and of all tensor-parallel ranks.
     pub fn rows(&self) -> Rows {
         Rows {
             own: self.tokens,
@@ -308,15 +306,8 @@ impl<'a> Batch<'a> {
         targets: Vec<u32>,
     ) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
-        let (rows, targets) = (rows, Some(targets));
-        #[cfg(test)]
-        let (rows, targets) = match context_parallel.fault {
-            Some(Fault::Rows) => (None, targets),
-            Some(Fault::Targets) => (rows, None),
-            _ => (rows, targets),
-        };
         let context = Context { context_parallel: Some(context_parallel), rows, ..self.context };
-        Self { context, target_numbers: targets, ..self }
+        Self { context, target_numbers: Some(targets), ..self }
     }
 
     /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
@@ -332,13 +323,13 @@ impl<'a> Batch<'a> {
         Self { context, target_numbers: Some(targets), ..self }
     }
 
-    /// The same, with the ranks that have tokens of the micro-batch.
+    /// The same, given the ranks with tokens of the micro-batch.
     pub fn with_group(mut self, micro_batch_group: MicroBatchGroup<'a>) -> Self {
         self.context.micro_batch_group = Some(Arc::new(micro_batch_group));
         self
     }
 
-    /// The context of the targets `of`, whose rows are numbered within the step.
+    /// The context of the targets `of`, with rows numbered within the step.
     pub fn for_targets(&self, of: Range<usize>) -> Context<'a> {
         let mut c = self.context.clone();
         c.rows = self.target_numbers.as_ref().map(|all| Arc::new(all[of.clone()].to_vec()));
@@ -428,7 +419,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets and their teacher. On
-    /// the CPU, the teacher's values are there as read and as probabilities.
+    /// the CPU, the teacher's values are held as read and as probabilities.
     pub fn bytes(sizes: Sizes, targets: Targets, ropes: &[usize], cuda: bool) -> u64 {
         let Targets { count, weighted, kept } = targets;
         let target = if weighted { 12 } else { 8 } + kept * if cuda { 8 } else { 16 };
@@ -437,7 +428,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Tokens by id, without those of the padding token.
+/// Tokens by id, without padding tokens.
 fn sorted(ids: &[u32], pad: Option<u32>) -> ById {
     let all = ById::new(ids);
     match pad {

@@ -79,7 +79,12 @@ impl<'a> Setting<'a> {
             let step = match context_parallel.own().is_empty() {
                 true => None,
                 false => {
-                    let batch = part(&d, &m, context_parallel, RANDOM)?;
+                    let mut batch = part(&d, &m, context_parallel, RANDOM)?;
+                    match fault {
+                        Some(Fault::Rows) => batch.context.rows = None,
+                        Some(Fault::Targets) => batch.target_numbers = None,
+                        _ => {}
+                    }
                     let active = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
                     let batch = match fault {
                         Some(Fault::Counts) => batch,
