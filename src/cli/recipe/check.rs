@@ -111,8 +111,7 @@ impl Check<'_> {
         if let (Some(config), Some(adapter)) = (&mut found.config, &adapter) {
             adapter.config.set_layout(config);
         }
-        let facts = job::facts(recipe, compute, found.config.as_ref(), self.rows);
-        recipe.warnings(facts).iter().for_each(|w| warn(w));
+        job::tell_idle(recipe, compute, found.config.as_ref(), self.rows);
         let Some(config) = &found.config else {
             self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
             self.sources();
@@ -147,7 +146,7 @@ impl Check<'_> {
     }
 
     /// Plans what was found, since a plan refuses settings too. Whether it fits this machine is a matter of `ft plan`;
-    /// a budget of the recipe that is too small gives a warning.
+    /// too small a budget of the recipe gives a warning.
     fn plan(&self, found: &Found, cuda: bool, device: Option<&candle_core::Device>) -> ft_base::Result<()> {
         let (Some(config), Some(selection)) = (&found.config, &found.selection) else { return Ok(()) };
         device.map_or(Ok(()), |device| job::check_products(self.recipe, device))?;

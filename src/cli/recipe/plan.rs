@@ -85,8 +85,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let (plan, found) = ft_plan::of_recipe(&recipe, target)?;
     found.notes.iter().for_each(|n| warn(n));
     let compute = (cuda, resolve::dtype(recipe.model.dtype, cuda));
-    let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
-    recipe.warnings(facts).iter().for_each(|w| warn(w));
+    job::tell_idle(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
     let range = rates::predict(plan.machine, found.config.family.model_type, plan.step_work());
     if args.json {
         print(&format!("{:#}\n", plan.json(range)))?;
@@ -120,8 +119,7 @@ fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_bas
     Ok(found.first().map(drop)?)
 }
 
-/// A card given to an option by name or by its memory in gigabytes: its name, if known, and the value of
-/// `memory.budget`.
+/// A card given to an option by name or by memory in gigabytes: the name, if known, and the value of `memory.budget`.
 pub(super) fn gpu(option: &str, gpu: &str) -> ft_base::Result<(Option<&'static str>, String)> {
     if let Some(why) = card_too_old(gpu) {
         return Err(usage(format!(

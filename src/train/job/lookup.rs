@@ -61,7 +61,7 @@ pub fn tokenizer(
     Ok(tokenizer)
 }
 
-/// The first of the given variables that the chat template does not read, and the reason with a hint.
+/// The first given variable not read by the chat template, and the reason with a hint.
 pub fn unread_variable<'v>(
     tokenizer: &Tokenizer,
     given: &'v Map<String, Value>,
@@ -77,8 +77,8 @@ pub fn unread_variable<'v>(
     Some((name, why))
 }
 
-/// Loads the tokenizer of a model folder, with a chat template in place of its own, with the tokens that an adapter
-/// adds, and with `texts` as further tokens. Warns about trained tokens that it lacks.
+/// Loads the tokenizer of a model folder, with `template`, if given, in place of the folder's chat template, the tokens
+/// added by an adapter, and `texts` as further tokens. Warns about trained tokens missing from it.
 pub fn tokenizer_of<'a>(
     (dir, adapter): (&Path, Option<&Adapter>),
     template: Option<&Path>,
@@ -140,7 +140,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
-/// Looks up the tokens that a rule names. Warns about one without a gradient.
+/// Looks up the tokens named by a rule. Warns about one without a gradient.
 pub fn token_rows(
     selection: &mut Selection,
     config: &Config,
@@ -152,20 +152,16 @@ pub fn token_rows(
     Ok(())
 }
 
-/// Facts for warnings about keys without effect; `compute` is whether on CUDA, and the dtype.
-pub fn facts(
-    recipe: &Recipe,
-    compute: Option<(bool, DType)>,
-    config: Option<&Config>,
-    resolved: bool,
-) -> Facts {
-    Facts {
+/// Warns about keys without effect; `compute` is whether on CUDA, and the dtype.
+pub fn tell_idle(recipe: &Recipe, compute: Option<(bool, DType)>, config: Option<&Config>, resolved: bool) {
+    let facts = Facts {
         cuda: compute.map(|(cuda, _)| cuda),
         in_f32: compute.map(|(_, dtype)| dtype == DType::F32),
         four_bit: config.map(Config::holds_4bit),
         is_folder: Some(recipe.resolve(&recipe.model.source).is_dir()),
         resolved,
-    }
+    };
+    recipe.warnings(facts).iter().for_each(|w| warn(w));
 }
 
 /// Tokenizes the prompts of `log.samples` in the same format as the training data.

@@ -1,4 +1,4 @@
-//! All checks of a run before its model is loaded.
+//! All checks of a run before the model is loaded.
 
 use super::folder::{ended, exists, filled, keep_micro_rows};
 use super::log;
@@ -233,9 +233,7 @@ fn check_inputs(
     log::check(&recipe)?;
     limits::before_download(&recipe, &device)?;
     let job = Job::open(recipe, Want::Weights, true)?;
-    let compute = (cuda, job.dtype);
-    let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
-    job.recipe.warnings(facts).iter().for_each(|w| warn(w));
+    job::tell_idle(&job.recipe, Some((cuda, job.dtype)), Some(&job.config), true);
     let other = reference_model::check(&job)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;
     let result = result_dir(&job.selection, &dir);
