@@ -1,11 +1,10 @@
 //! Measures matrix products and memory copies of this machine, as upper limits for the parts of a step.
 
-use super::probe::filled;
+use super::probe::{filled, timed};
 use crate::train::job::Job;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::gemm;
-use ft_kernels::moment::Moment;
 use ft_kernels::tensor::Real;
 use std::time::{Duration, Instant};
 
@@ -80,11 +79,9 @@ impl MatmulRate {
 
     fn time(&mut self, a: &Tensor, ta: bool, b: &Tensor, tb: bool, mkn: (usize, usize, usize)) -> Result<()> {
         let (m, k, n) = mkn;
+        let product = timed(&self.device, || gemm::matmul(a, ta, b, tb).map(drop));
         for _ in 0..REPEAT {
-            let start = Moment::now(&self.device)?;
-            gemm::matmul(a, ta, b, tb)?;
-            let seconds = Moment::now(&self.device)?.since(&start)?;
-            let rate = 2.0 * m as f64 * k as f64 * n as f64 / seconds.max(1e-9);
+            let rate = 2.0 * m as f64 * k as f64 * n as f64 / product()?;
             if rate > self.rate {
                 self.rate = rate;
                 self.fastest = format!("{m} x {k} x {n}");
@@ -97,15 +94,13 @@ impl MatmulRate {
         let bytes = if self.device.is_cuda() { COPY_CUDA } else { COPY_CPU };
         let from = Real::zeros(bytes / 4, DType::F32, &self.device)?;
         let to = from.copy()?;
+        let copy = timed(&self.device, || match &self.device {
+            Device::Cpu => to.slice_set(&from, 0, 0),
+            // by the driver: candle's kernel for slices reaches half the rate
+            _ => from.copy().map(drop),
+        });
         for _ in 0..REPEAT {
-            let start = Moment::now(&self.device)?;
-            match &self.device {
-                Device::Cpu => to.slice_set(&from, 0, 0)?,
-                // by the driver: candle's kernel for slices reaches half its rate
-                _ => drop(from.copy()?),
-            }
-            let seconds = Moment::now(&self.device)?.since(&start)?;
-            self.copy = self.copy.max(2.0 * bytes as f64 / seconds.max(1e-9));
+            self.copy = self.copy.max(2.0 * bytes as f64 / copy()?);
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its
-//! own, at its first start on a card.
+//! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a separate process,
+//! at the first start on a card.
 
 use super::measured::{Measured, kept, now};
 use crate::train::Error;
@@ -25,14 +25,14 @@ use std::time::{Duration, Instant};
 
 /// Seconds of a call above which no larger size follows.
 const LONG: f64 = 0.25;
-/// Time for the calls of a size: a device takes up its clock meanwhile.
+/// Time for the calls of a size: a device raises the clock meanwhile.
 const EACH: Duration = Duration::from_millis(100);
 /// Values that [`filled`] repeats.
 const BLOCK: usize = 1 << 16;
 
-/// Sides of square products; those of 8-bit floats leave the last one out.
+/// Sides of square products; the last one is omitted for 8-bit floats.
 const SQUARES: &[usize] = &[128, 512, 2048, 4096, 8192];
-/// Tokens and heads of attention, with so many channels a head.
+/// Tokens and heads of attention, with `CHANNELS` channels a head.
 const ROWS: &[(usize, usize)] = &[(64, 1), (512, 8), (4096, 32)];
 const CHANNELS: usize = 128;
 /// Sides of a 4-bit matrix.
@@ -43,10 +43,10 @@ const OF_EXPERT: usize = 256;
 /// Bytes of a copy on the device, and from the host.
 const COPIES: &[usize] = &[1 << 20, 1 << 25, 1 << 28];
 const CROSSINGS: &[usize] = &[1 << 20, 1 << 26];
-/// Operations that are launched one after the other.
+/// Operations launched one after the other.
 const LAUNCHES: usize = 100;
 
-/// Measures device 0, and keeps its rates for plans.
+/// Measures device 0, and keeps the rates for plans.
 ///
 /// # Errors
 /// No CUDA device; not enough memory on it.
@@ -97,7 +97,7 @@ pub fn before(job: &Job, program: Option<&Path>) {
     }
 }
 
-/// Runs `ft bench --probe` as a process, which keeps the rates and writes its messages to stderr.
+/// Runs `ft bench --probe` as a process. It keeps the rates and writes messages to stderr.
 fn child(program: &Path) -> std::result::Result<Probe, String> {
     let mut command = Command::new(program);
     command.args(["bench", "--probe", "--json"]).stdin(Stdio::null()).stderr(Stdio::inherit());
@@ -148,7 +148,7 @@ fn measure(device: &Device) -> Result<CardRates> {
         |bytes| 2.0 * bytes as f64,
         |bytes| {
             let from = Real::zeros(bytes / 4, DType::F32, device)?;
-            // by the driver: candle's kernel for slices reaches half its rate
+            // by the driver: candle's kernel for slices reaches half the rate
             Ok(timed(device, move || from.copy()))
         },
     )?;
@@ -158,11 +158,11 @@ fn measure(device: &Device) -> Result<CardRates> {
     Ok(CardRates { products, attention, grouped, dequantize, fp8, copy, crossing, launch })
 }
 
-/// Runs a call and returns its seconds.
+/// Runs a call and returns the seconds.
 type Timed<'a> = Box<dyn Fn() -> Result<f64> + 'a>;
 
 /// Times a call on the stream of the device.
-fn timed<'a, T>(device: &'a Device, call: impl Fn() -> Result<T> + 'a) -> Timed<'a> {
+pub fn timed<'a, T>(device: &'a Device, call: impl Fn() -> Result<T> + 'a) -> Timed<'a> {
     Box::new(move || {
         let start = Moment::now(device)?;
         let result = call()?;
@@ -172,8 +172,8 @@ fn timed<'a, T>(device: &'a Device, call: impl Fn() -> Result<T> + 'a) -> Timed<
     })
 }
 
-/// Best rate of `work` a second over growing sizes, the calls of which `make` makes. A size follows if its calls would
-/// not be long at the rate of the one before, so that slow devices end too.
+/// Best rate of `work` a second over growing sizes; `make` makes the call of a size. For slow devices, stops before a
+/// size that would take too long at the last rate.
 fn rate<'a, S: Copy>(
     sizes: &[S],
     work: impl Fn(S) -> f64,
@@ -265,7 +265,7 @@ fn blocks(device: &Device, (rows, cols): (usize, usize)) -> Result<QuantizedMatr
 }
 
 /// FLOPs per second of grouped products with 4-bit experts, forward and back. The cost model adds the time to
-/// dequantize the experts: it is left out here, up to half of all.
+/// dequantize the experts; the rates leave it out, up to half of all.
 fn grouped(device: &Device, dequantize: f64) -> Result<f64> {
     let flops = |(experts, o, i): (usize, usize, usize)| 4.0 * (experts * OF_EXPERT * o * i) as f64;
     let whole = rate(EXPERTS, flops, |(experts, o, i)| {
@@ -315,7 +315,7 @@ fn launch(device: &Device) -> Result<f64> {
     rate(&[LAUNCHES], |n| n as f64, |_| Ok(timed(device, all))).map(|rate| 1.0 / rate)
 }
 
-/// Time of a product of 8-bit floats with its casts as a share of that in bf16; `None` on cards without.
+/// Time of a product of 8-bit floats, casts included, as a share of the time in bf16; `None` on cards without.
 fn eight(device: &Device) -> Result<Option<f64>> {
     if fp8::check(device).is_err() {
         return Ok(None);
