@@ -2,7 +2,7 @@
 
 use super::run_folder::{open_without_data, run_recipe};
 use super::usage;
-use crate::train::layout::{CHECKPOINTS, RESULTS, end_of, is_run};
+use crate::train::layout::{CHECKPOINTS, RESULTS, end_of, is_run, result_dir};
 use crate::train::output;
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};
@@ -85,7 +85,7 @@ impl Source {
         let job = open_without_data(recipe, Want::Tokenizer, false)?;
         let converted =
             tempfile::tempdir().map_err(|e| fail(&format!("no folder for what it holds: {e}")))?;
-        let out = converted.path().join(if job.selection.everything_full() { "model" } else { "adapter" });
+        let out = result_dir(&job.selection, converted.path());
         output::of_checkpoint(&job, dir, &out)?;
         tell(&format!("of checkpoint {}", dir.display()));
         let (name, shown) = (out.display().to_string(), dir.display().to_string());
