@@ -252,6 +252,7 @@ impl Check<'_> {
         }
         if let (Some(train), Some(eval)) = (&checked.train, &checked.eval) {
             self.keep(rows::tell_shared(train, eval));
+            rows::tell_single(recipe, eval);
         }
         found.train = checked.train.map(|d| d.stats);
         found.eval = checked.eval.map(|d| d.stats);

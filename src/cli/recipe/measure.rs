@@ -1,4 +1,4 @@
-//! What data is to a recipe, for `ft init`: format, form, and the number of steps.
+//! Properties of data in a recipe, for `ft init`: format, form, and the number of steps.
 
 use crate::train::{job, rows, sources};
 use ft_base::terminal::{plural, tell};
@@ -33,16 +33,17 @@ impl Default for Length {
 }
 
 impl Length {
-    /// The largest batches with enough steps; without packing if packed rows are too few.
-    fn of(packed: usize, samples: usize) -> Self {
+    /// The largest batches with enough steps, of `least` rows or more; without packing if packed rows are too few.
+    fn of(packed: usize, samples: usize, least: usize) -> Self {
         let batches = [16, 8, 4, 2, 1];
         let enough = [(true, packed), (false, samples)].into_iter().find_map(|(pack, rows)| {
-            let batch_rows = batches.into_iter().find(|b| rows / b >= STEPS)?;
+            let batch_rows = batches.into_iter().find(|b| *b >= least && rows / b >= STEPS)?;
             Some(Self { pack, batch_rows, steps: rows.div_ceil(batch_rows), ..Self::default() })
         });
         enough.unwrap_or_else(|| {
-            let epochs = STEPS.div_ceil(samples.max(1)).min(EPOCHS);
-            Self { pack: false, batch_rows: 1, epochs, steps: epochs * samples, evaluates: true }
+            let epochs = (STEPS * least).div_ceil(samples.max(1)).min(EPOCHS);
+            let steps = (epochs * samples).div_ceil(least);
+            Self { pack: false, batch_rows: least, epochs, steps, evaluates: true }
         })
     }
 }
@@ -56,8 +57,8 @@ pub(super) struct Measured {
     pub length: Option<Length>,
 }
 
-/// The task of the recipe's first source, by its first row, and the names of classes; supervised fine-tuning if it is
-/// not at hand, or unknown. Texts with few labels, in all sources, are to be classified.
+/// The task of the recipe's first source, by the first row, and the names of classes; supervised fine-tuning if unknown
+/// or not at hand. Texts with few labels, in all sources, are to be classified.
 pub(super) fn task_of(recipe: &Recipe) -> (Task, Vec<String>) {
     let resolve = |s: &str| recipe.folder.join(s);
     let task = |source: &Source| ft_data::task_of(source, &resolve).ok();
@@ -109,7 +110,7 @@ impl Measured {
     /// keys found before it are there.
     ///
     /// # Errors
-    /// Data that is not there, of unknown form, or that the model cannot be trained on.
+    /// Data missing, of unknown form, or unusable to train the model.
     pub fn read(&mut self, recipe: &Recipe, found: Option<&Found>) -> ft_base::Result<()> {
         let mut recipe = recipe.clone();
         let folder = recipe.folder.clone();
@@ -159,7 +160,8 @@ impl Measured {
         }
         let Some(data) = checked.train else { return Ok(()) };
         rows::tell_data("data.train", &data, &found.config)?;
-        let length = Length { evaluates, ..Length::of(data.rows.len(), data.samples.len()) };
+        let length = Length::of(data.rows.len(), data.samples.len(), recipe.task.least_rows());
+        let length = Length { evaluates, ..length };
         let batch = plural(length.batch_rows, "row");
         let packed = if length.pack { "packed" } else { "not packed" };
         let sources: Vec<&str> = recipe.data.train.iter().map(|s| s.source.as_str()).collect();
@@ -175,16 +177,20 @@ mod tests {
 
     #[test]
     fn batches_leave_enough_steps() {
-        for (packed, samples, pack, batch_rows, epochs, steps) in [
-            (10_000, 90_000, true, 16, 1, 625),
-            (100, 5000, true, 2, 1, 50),
-            (12, 300, false, 8, 1, 38),
-            (3, 40, false, 1, 1, 40),
-            (1, 10, false, 1, 3, 30),
-            (1, 2, false, 1, 10, 20),
+        for (packed, samples, least, pack, batch_rows, epochs, steps) in [
+            (10_000, 90_000, 1, true, 16, 1, 625),
+            (100, 5000, 1, true, 2, 1, 50),
+            (12, 300, 1, false, 8, 1, 38),
+            (3, 40, 1, false, 1, 1, 40),
+            (1, 10, 1, false, 1, 3, 30),
+            (1, 2, 1, false, 1, 10, 20),
+            (70, 70, 2, true, 2, 1, 35),
+            (40, 40, 2, false, 2, 2, 40),
+            (3, 3, 2, false, 2, 10, 15),
+            (1, 1, 2, false, 2, 10, 5),
         ] {
             let of = Length { pack, batch_rows, epochs, steps, evaluates: true };
-            assert_eq!(Length::of(packed, samples), of, "{packed} rows of {samples} samples");
+            assert_eq!(Length::of(packed, samples, least), of, "{packed} rows of {samples} samples");
         }
     }
 }

@@ -22,10 +22,13 @@ impl Job {
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let data = Dataset::load(part, d, &|s| self.recipe.resolve(s), tokenizer, vocab, seed)?;
         rows::tell_data(part.key(d), &data, &self.config)?;
+        if part == Part::Eval {
+            rows::tell_single(&self.recipe, &data);
+        }
         Ok(data)
     }
 
-    /// Checks the teacher of the rows, where the task needs one.
+    /// Checks the teacher of the rows, if the task needs one.
     ///
     /// # Errors
     /// Rows of another tokenizer or chat template.
@@ -44,6 +47,7 @@ impl Job {
         rows::tell_few(&self.recipe, &train);
         if let Some(eval) = &eval {
             rows::tell_shared(&train, eval)?;
+            rows::tell_single(&self.recipe, eval);
         }
         // Held-out samples are part of the training data, so warnings about them were printed already.
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {

@@ -4,7 +4,7 @@ use crate::train::Error;
 use ft_base::terminal::{plural, warn};
 use ft_data::{Batches, Checked, Dataset, Tokenizer};
 use ft_engine::model::Config;
-use ft_recipe::{Data, Recipe, Run};
+use ft_recipe::{Data, Part, Recipe, Run};
 
 /// Divides the rows into steps.
 ///
@@ -27,7 +27,7 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
 /// Most kinds of data problems shown.
 const MAX_PROBLEMS: usize = 20;
 
-/// Checks `data`, the recipe's with its forms settled; warns about problems that are not shown.
+/// Checks `data`, the recipe's with its forms settled; warns about problems not shown.
 pub fn check(recipe: &Recipe, data: &Data, tokenizer: Option<&Tokenizer>, vocab: usize) -> Checked {
     let resolve = |s: &str| recipe.resolve(s);
     let checked = Dataset::check(data, &resolve, tokenizer, vocab, recipe.run.seed, MAX_PROBLEMS);
@@ -74,7 +74,7 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 /// Above this number of steps, a run without checkpoints before its end prints a warning.
 const MANY: usize = 100;
 
-/// Warns about keys that do not suit the number of steps.
+/// Warns about keys unsuited to the number of steps.
 pub fn tell_steps(recipe: &Recipe, batches: &Batches) {
     tell_unsaved(&recipe.run, batches);
     tell_beyond(recipe, batches);
@@ -110,6 +110,20 @@ fn tell_beyond(recipe: &Recipe, batches: &Batches) {
              run.eval_every",
             recipe.place(key),
             plural(steps, "step")
+        ));
+    }
+}
+
+/// Warns about an evaluation with fewer rows than a step of the task has.
+pub fn tell_single(recipe: &Recipe, eval: &Dataset) {
+    let rows = eval.rows.len();
+    if rows < recipe.task.least_rows() {
+        warn(&format!(
+            "{}: task = \"{}\" estimates the KL of an evaluation from other rows; with {} it is the row's own \
+             reward\n  hint: more rows to evaluate on",
+            Part::Eval.key(&recipe.data),
+            recipe.task.word(),
+            plural(rows, "row")
         ));
     }
 }

@@ -187,6 +187,22 @@ fn rows_of_other_tools_are_read() {
     assert!((w.first_loss("out") - 2f64.ln()).abs() < 1e-6);
 }
 
+/// The KL of KTO needs a second row: an evaluation of a single one gives a warning.
+#[test]
+fn a_single_row_of_evaluation_is_told() {
+    let w = World::new();
+    w.write("r.toml", recipe("kto", &rows("kto")));
+    for (n, told) in [(1, true), (2, false)] {
+        let eval = format!("data.eval=[{{source='{}', format='unpaired', max_samples={n}}}]", rows("kto"));
+        for verb in ["check", "run", "eval"] {
+            let err = w.ok(&[verb, "r.toml", &eval, &format!("run.output=out{n}")]).err;
+            let warning =
+                "data.eval: task = \"kto\" estimates the KL of an evaluation from other rows; with 1 row it";
+            assert_eq!(err.contains(warning), told, "{verb}: {err}");
+        }
+    }
+}
+
 #[test]
 fn settings_of_another_task_are_refused_by_name() {
     let w = World::new();

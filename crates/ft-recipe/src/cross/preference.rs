@@ -16,6 +16,15 @@ impl Cross<'_, '_> {
             let message = format!("evaluations of task = \"{word}\" have no accuracy");
             self.report("run.best", message, "\"loss\", or leave it out");
         }
+        let (rows, least) = (recipe.run.batch_rows, task.least_rows());
+        if rows < least && self.all_good(&["run.batch_rows"]) {
+            let message = format!(
+                "task = \"{word}\" estimates its KL from other rows of the step; with batch_rows = {rows} it is the \
+                 row's own reward"
+            );
+            let hint = format!("run.batch_rows = {least} or more; run.micro_rows = 1 is possible");
+            self.report("run.batch_rows", message, hint);
+        }
         if let Some(loss) = of.loss.filter(|_| task.prefers() && self.all_good(&["preference.loss"])) {
             let fits = match task {
                 Task::Dpo => matches!(loss, PreferenceLoss::Sigmoid | PreferenceLoss::Ipo),
@@ -63,7 +72,7 @@ impl Cross<'_, '_> {
 }
 
 impl Recipe {
-    /// A warning about an adapter that continues to train and is compared with the base by default.
+    /// A warning about a continued adapter compared with the base by default.
     pub(super) fn reference_below_adapter(&self) -> Option<String> {
         const KEY: &str = "preference.reference";
         let adapter = self.lora.init.adapter()?;
@@ -81,6 +90,22 @@ impl Recipe {
 #[cfg(test)]
 mod tests {
     use crate::{Facts, Recipe};
+
+    #[test]
+    fn kto_has_no_steps_of_one_row() {
+        let parsed = |task: &str, format: &str, rows: usize| {
+            let text = format!(
+                "task = \"{task}\"\n[model]\nsource = \"m\"\n[[data.train]]\nsource = \"p\"\nformat = \
+                 \"{format}\"\n[[train]]\nmodules = [\"mlp\"]\n[run]\nmicro_rows = 1\nbatch_rows = {rows}\n"
+            );
+            Recipe::parse(&text, "r.toml", &[]).map(|r| r.run.batch_rows).map_err(|e| e.to_string())
+        };
+        let error = parsed("kto", "unpaired", 1).expect_err("one row");
+        assert!(error.contains("r.toml:11:") && error.contains("the row's own reward"), "{error}");
+        assert!(error.contains("run.batch_rows = 2 or more"), "{error}");
+        assert_eq!(parsed("kto", "unpaired", 2), Ok(2));
+        assert_eq!(parsed("dpo", "preference", 1), Ok(1));
+    }
 
     #[test]
     fn a_default_reference_below_an_adapter_is_told() {

@@ -815,6 +815,20 @@ fn preferences_are_imported() {
     );
 }
 
+/// KTO has no steps of one row: such a batch is left out of the recipe, and told.
+#[test]
+fn a_batch_of_one_row_is_no_batch_of_kto() {
+    const KEY: &str = "gradient_accumulation_steps";
+    let text = format!("{FACTORY}stage: kto\nper_device_train_batch_size: 1\n{KEY}: ");
+    for (steps, told, rows) in [(1, Fate::NotSupported, 16), (2, Fate::Converted, 2)] {
+        let imported = of(&format!("{text}{steps}\n"));
+        assert_eq!(fate(&imported, KEY), told, "{}", listing(&imported));
+        assert_eq!(parsed(&imported).run.batch_rows, rows);
+    }
+    let axolotl = "base_model: m\nadapter: lora\nrl: kto\ndatasets: [{path: a.jsonl, type: llama3.ultra}]\n";
+    assert_eq!(recipe(axolotl).run.batch_rows, 16, "its default is one row");
+}
+
 /// Label smoothing where the toolkit's loss has it.
 #[test]
 fn label_smoothing_is_that_of_the_loss() {

@@ -62,6 +62,11 @@ impl Task {
         }
     }
 
+    /// Fewest rows of a step. KTO estimates a row's KL from another row.
+    pub fn least_rows(self) -> usize {
+        if self == Task::Kto { 2 } else { 1 }
+    }
+
     /// Whether the task reads rows of a format.
     pub fn takes(self, format: Format) -> bool {
         self.format().map_or(!format.is_of_a_task(), |only| only == format)
