@@ -59,10 +59,12 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let shown = |is_model| source.as_ref().filter(|s| s.is_model() == is_model).map(|s| s.shown.clone());
     let model = shown(true).unwrap_or_else(|| job.model.source.clone());
     let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));
-    let rows = data.rows.len();
+    let samples = (0..data.rows.len()).map(|row| data.rows.get(row).map(|samples| samples.len()));
+    let samples = samples.sum::<Result<usize, ft_data::Error>>()?;
     if args.json {
         let mut line = json!({
-            "model": model, "adapter": adapter, "loss": loss, "target_tokens": targets, "rows": rows,
+            "model": model, "adapter": adapter, "loss": loss, "target_tokens": targets,
+            "rows": data.rows.len(), "samples": samples,
         });
         of.metrics.iter().for_each(|(name, value)| line[name] = value.clone());
         if let Some(perplexity) = log::perplexity(&line) {
@@ -78,7 +80,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         false => of.metrics.iter().map(|(name, value)| format!("{name:<17} {value}\n")).collect(),
     };
     print(&format!(
-        "model       {model}{adapter}\nloss        {loss:.6}\n{metrics}targets     {targets} in {rows} rows\n{scores}"
+        "model       {model}{adapter}\nloss        {loss:.6}\n{metrics}targets     {targets} in {samples} samples\n\
+         {scores}"
     ))
 }
 

@@ -68,6 +68,10 @@ fn a_resumed_run_has_the_same_bits() {
             (number("loss") - sum).abs() < 1e-9 && number("loss") < evals[0]["loss"].as_f64().unwrap_or(0.0)
         );
         let json = w.ok(&["eval", "half", "--json", more[0]]).json();
+        let samples = fixture_rows().len();
+        assert_eq!(json["samples"], samples, "packed or not");
+        let text = w.ok(&["eval", "half", more[0]]).out;
+        assert!(text.contains(&format!(" in {samples} samples\n")), "{text}");
         assert!(
             (json["kd"].as_f64().expect("kd") - number("kd")).abs() < 1e-5 * number("kd"),
             "{json} {last}"
