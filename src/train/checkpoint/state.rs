@@ -171,13 +171,20 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     Ok(optimizer.write(moments)?)
 }
 
-/// Reads `state.json` of a checkpoint.
-pub fn read(dir: &Path) -> ft_base::Result<State> {
+/// Reads `state.json` of the checkpoint of a step.
+///
+/// # Errors
+/// Another layout or step; a loss scale out of range.
+pub fn read(dir: &Path, step: u64) -> ft_base::Result<State> {
     let path = dir.join(STATE);
     let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::run(&path, e))?;
     let state: State = serde_json::from_str(&text).map_err(|e| unusable(&path, e.to_string()))?;
     if state.version != 1 {
         return Err(unusable(&path, format!("layout {}, this ft reads 1", state.version)).into());
+    }
+    if state.step != step {
+        let why = format!("step is {}, and the checkpoint is of step {step}", state.step);
+        return Err(unusable(&path, why).into());
     }
     if state.loss_scale.is_some_and(|s| !s.is_sound()) {
         return Err(unusable(&path, "loss_scale is none that a run can have".into()).into());
@@ -188,6 +195,14 @@ pub fn read(dir: &Path) -> ft_base::Result<State> {
 /// Error for unusable values in a checkpoint.
 fn unusable(dir: &Path, why: String) -> Error {
     Error::Checkpoint { path: dir.display().to_string(), why }
+}
+
+/// Refuses missing and extra tensors, by their number.
+fn check_count(path: &Path, have: usize, want: usize, what: &str) -> Result<(), Error> {
+    if have == want {
+        return Ok(());
+    }
+    Err(unusable(path, format!("holds {have} {what}, this run has {want}")))
 }
 
 /// Reads a range of elements of a checkpoint tensor, after a check of the shape.
@@ -213,10 +228,7 @@ fn each_weight(
     params: &Params,
     f: &mut dyn FnMut(usize, usize, &Tensor) -> ft_base::Result<()>,
 ) -> ft_base::Result<()> {
-    let (have, want) = (files.len(), params.tensors.len());
-    if have != want {
-        return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
-    }
+    check_count(dir, files.len(), params.tensors.len(), "trained tensors")?;
     for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
         // Only the local part is read.
         let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
@@ -242,6 +254,8 @@ pub fn load_weights(dir: &Path, params: &Params) -> ft_base::Result<()> {
 /// Missing, misshaped or extra tensor.
 pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
+    let (have, want) = (moments.len(), (0..params.tensors.len()).map(|i| entries(params, i).len()).sum());
+    check_count(&dir.join(OPTIMIZER), have, want, "optimizer tensors")?;
     each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
     for i in (0..params.tensors.len()).filter(|i| params.is_here(*i)) {
         let slot = &params.slots[i];
@@ -316,4 +330,28 @@ pub fn holds(dir: &Path, trained: &[Trained]) -> ft_base::Result<bool> {
 /// Opens the trained tensors of a checkpoint.
 pub fn weights(dir: &Path) -> ft_base::Result<TensorFiles> {
     Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_step_of_a_state_is_that_of_its_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let state =
+            State { version: 1, ft: "0".into(), step: 7, identity: BTreeMap::new(), loss_scale: None };
+        store::write_json(&dir.path().join(STATE), &state).unwrap();
+        assert_eq!(read(dir.path(), 7).unwrap(), state);
+        let refused = read(dir.path(), 8).unwrap_err().to_string();
+        assert!(refused.ends_with("state.json: step is 7, and the checkpoint is of step 8"), "{refused}");
+    }
+
+    #[test]
+    fn missing_and_extra_tensors_are_refused_by_number() {
+        let check = |have| check_count(Path::new("o.safetensors"), have, 4, "optimizer tensors");
+        assert!(check(4).is_ok() && check(3).is_err());
+        let refused = check(5).unwrap_err().to_string();
+        assert_eq!(refused, "o.safetensors: holds 5 optimizer tensors, this run has 4");
+    }
 }

@@ -80,7 +80,7 @@ impl Resume {
         };
         let Some(checkpoint) = newest else { return Ok(None) };
         checkpoint.warnings.iter().for_each(|w| warn(w));
-        let state = state::read(&checkpoint.path)?;
+        let state = state::read(&checkpoint.path, checkpoint.step)?;
         Ok(Some(Self { checkpoint, state }))
     }
 
