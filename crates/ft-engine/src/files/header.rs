@@ -10,6 +10,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use ft_base::store::json::cut;
 use safetensors::tensor::TensorInfo as RawInfo;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
@@ -17,6 +18,9 @@ use super::Error;
 
 /// The limit of the safetensors crate, far above real headers.
 const MAX_HEADER: u64 = 100_000_000;
+/// Longest name in bytes, and most dimensions. Messages show both.
+const MAX_NAME: usize = 1024;
+const MAX_DIMS: usize = 64;
 
 /// A validated header.
 #[derive(Debug)]
@@ -58,8 +62,9 @@ fn parse(file: &File, path: &Path, length: u64, head: &[u8]) -> Result<Header, E
     }
     let mut json = vec![0u8; size as usize];
     file.read_exact_at(&mut json, 8).map_err(|e| Error::read(path, e))?;
-    let entries: Entries = serde_json::from_slice(&json)
-        .map_err(|e| bad(format!("the header is not what it should be: {e}")))?;
+    let entries: Entries = serde_json::from_slice(&json).map_err(|e| {
+        bad(format!("the header is not what it should be: {}", cut(&e.to_string(), 2 * MAX_NAME)))
+    })?;
     let mut tensors = entries.tensors;
     tensors.sort_by(|a, b| a.1.data_offsets.cmp(&b.1.data_offsets).then_with(|| a.0.cmp(&b.0)));
     check_places(&tensors, length - 8 - size).map_err(bad)?;
@@ -71,7 +76,10 @@ fn parse(file: &File, path: &Path, length: u64, head: &[u8]) -> Result<Header, E
 fn check_places(tensors: &[(String, RawInfo)], data: u64) -> Result<(), String> {
     let mut at = 0usize;
     for (name, info) in tensors {
-        let (start, end) = info.data_offsets;
+        let (start, end, dims) = (info.data_offsets.0, info.data_offsets.1, info.shape.len());
+        if dims > MAX_DIMS {
+            return Err(format!("tensor {name:?} has {dims} dimensions; {MAX_DIMS} is the most"));
+        }
         if start < at {
             return Err(format!("tensor {name:?} overlaps another one (it starts at {start})"));
         }
@@ -143,6 +151,10 @@ impl<'de> Deserialize<'de> for Entries {
                 let mut seen = HashSet::new();
                 let mut entries = Entries { tensors: Vec::new(), metadata: BTreeMap::new() };
                 while let Some(name) = map.next_key::<String>()? {
+                    if name.len() > MAX_NAME {
+                        let long = format!("a name of {} bytes; {MAX_NAME} is the most", name.len());
+                        return Err(A::Error::custom(long));
+                    }
                     if !seen.insert(name.clone()) {
                         return Err(A::Error::custom(format!("the name {name:?} comes twice")));
                     }
@@ -212,6 +224,13 @@ pub mod tests {
         assert!(problem(twice, 0).contains("comes twice"));
         let overlap = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#;
         assert!(problem(overlap, 6).contains("overlaps"));
+        let name = |n: usize| TWO.replace("\"a\"", &format!("\"{}\"", "a".repeat(n)));
+        assert!(read_bytes(&file_of(&name(1024), 9)).is_ok());
+        assert!(problem(&name(1025), 9).contains("a name of 1025 bytes; 1024 is the most"));
+        let ones = |n: usize| one("F32", &format!("[2{}]", ",1".repeat(n - 1)), "[0,8]");
+        assert!(read_bytes(&file_of(&ones(64), 8)).is_ok());
+        assert!(problem(&ones(65), 8).contains("tensor \"w\" has 65 dimensions; 64 is the most"));
+        assert!(problem(&one(&"F".repeat(9999), "[2]", "[0,8]"), 8).len() < 3000);
         let mut long = file_of(TWO, 9);
         long[..8].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(read_bytes(&long).unwrap_err().to_string().contains("the file has"));

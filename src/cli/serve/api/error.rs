@@ -3,10 +3,16 @@
 use super::response::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use ft_base::store::json::cut;
 use serde_json::{Value, json};
 
 /// Seconds until a client may try again; an answer takes about as long.
 const RETRY: &str = "1";
+
+/// Text of a request for a message, truncated.
+pub fn shown(text: &str) -> String {
+    cut(text, 200)
+}
 
 /// A rejected request, or a failed answer.
 #[derive(Debug)]
@@ -31,7 +37,7 @@ impl ApiError {
     /// An unknown model; `step` is the loaded one of a served run.
     pub fn no_model(name: &str, served: &str, step: Option<u64>) -> Self {
         let at = step.map_or(String::new(), |step| format!(", at step {step}"));
-        let message = format!("The model `{name}` does not exist; {served:?} is served{at}");
+        let message = format!("The model `{}` does not exist; {served:?} is served{at}", shown(name));
         let error = Self::param("model", message).with_code("model_not_found");
         Self { status: StatusCode::NOT_FOUND, ..error }
     }

@@ -1,27 +1,27 @@
 //! Parameters of a request body, taken out one by one.
 
-use super::error::ApiError;
+use super::error::{ApiError, shown};
 use axum::http::StatusCode;
-use ft_base::store::json::equal;
+use ft_base::store::json::{self, equal, short};
 use serde_json::{Map, Value};
 
 /// The parameters not taken yet.
 pub struct Parameters(Map<String, Value>);
 
 impl Parameters {
-    /// Parses a JSON object; null values count as missing.
+    /// Parses a JSON object with each key once; null values count as missing.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let fail = |why: &str| {
             let message = format!("We could not parse the JSON body of your request: {why}");
             ApiError::new(StatusCode::BAD_REQUEST, message)
         };
-        match serde_json::from_slice(body) {
+        match json::value(body) {
             Ok(Value::Object(mut map)) => {
                 map.retain(|_, v| !v.is_null());
                 Ok(Self(map))
             }
             Ok(_) => Err(fail("it is not an object")),
-            Err(e) => Err(fail(&e.to_string())),
+            Err(e) => Err(fail(&shown(&e.to_string()))),
         }
     }
 
@@ -44,7 +44,8 @@ impl Parameters {
     pub fn reject_unless_neutral(&mut self, parameters: &[(&str, Value)]) -> Result<(), ApiError> {
         for (key, neutral) in parameters {
             if let Some(v) = self.take(key).filter(|v| !equal(v, neutral)) {
-                return Err(ApiError::param(key, format!("{key}: {v} is not built; only {neutral} is")));
+                let message = format!("{key}: {} is not built; only {neutral} is", short(&v));
+                return Err(ApiError::param(key, message));
             }
         }
         Ok(())
@@ -53,8 +54,37 @@ impl Parameters {
     /// Rejects the parameters left.
     pub fn finish(self) -> Result<(), ApiError> {
         match self.0.keys().next() {
-            Some(key) => Err(ApiError::param(key, format!("Unrecognized request argument supplied: {key}"))),
+            Some(key) => {
+                let key = shown(key);
+                Err(ApiError::param(&key, format!("Unrecognized request argument supplied: {key}")))
+            }
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn refusals_show_the_beginning_of_a_value() {
+        let long = "x".repeat(9999);
+        let of = |body: Value| Parameters::parse(body.to_string().as_bytes()).unwrap();
+        let tools = of(json!({"tools": [long]})).reject_unless_neutral(&[("tools", json!([]))]);
+        let unknown = of(json!({ long.as_str(): 1 })).finish();
+        let twice = format!("{{\"{long}\": 1, \"{long}\": 2}}");
+        let twice = Parameters::parse(twice.as_bytes()).map(|_| ());
+        for refused in [tools, unknown, twice] {
+            let e = refused.unwrap_err();
+            assert!(e.body().to_string().len() < 1000 && e.message.contains(".."), "{}", e.message);
+        }
+    }
+
+    #[test]
+    fn a_key_given_twice_is_refused() {
+        let refused = Parameters::parse(br#"{"stream": true, "stream": false}"#).map(|_| ()).unwrap_err();
+        assert!(refused.message.contains("the key \"stream\" is there twice"), "{}", refused.message);
     }
 }

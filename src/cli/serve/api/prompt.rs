@@ -1,6 +1,6 @@
 //! Prompts of a request: conversations, texts, token ids.
 
-use super::error::ApiError;
+use super::error::{ApiError, shown};
 use super::parameters::Parameters;
 use crate::cli::serve::generate::Prompt;
 use crate::cli::serve::state::ServerState;
@@ -170,9 +170,11 @@ fn check_read(key: &str, variables: &Map<String, Value>, prompt: &Prompter) -> R
     }
     match prompt.tokenizer.unread(variables) {
         Some((name, known)) if known.is_empty() => {
-            fail(format!("the template reads no {name:?}, nor any other"))
+            fail(format!("the template reads no {:?}, nor any other", shown(name)))
         }
-        Some((name, known)) => fail(format!("the template reads no {name:?}; it reads {}", known.join(", "))),
+        Some((name, known)) => {
+            fail(format!("the template reads no {:?}; it reads {}", shown(name), known.join(", ")))
+        }
         None => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
 //! Request validation: unknown or unsupported parameters are rejected by name, never ignored.
 
-use super::error::ApiError;
+use super::error::{ApiError, shown};
 use super::parameters::Parameters;
 use super::prompt;
 use super::response::Endpoint;
@@ -8,6 +8,7 @@ use crate::cli::serve::generate::{Generation, Prompt};
 use crate::cli::serve::state::ServerState;
 use crate::infer::ContextLimit;
 use crate::infer::sampling::{SamplingOptions, penalty};
+use ft_base::store::json::short;
 use serde_json::{Value, json};
 
 /// Most alternatives per token.
@@ -129,7 +130,7 @@ fn reject_unsupported(endpoint: Endpoint, p: &mut Parameters) -> Result<(), ApiE
     let choice = p.take("tool_choice");
     match choice.filter(|v| !["none", "auto"].iter().any(|neutral| v == neutral)) {
         Some(v) => {
-            let message = format!("tool_choice: {v} is not built; only \"none\" is");
+            let message = format!("tool_choice: {} is not built; only \"none\" is", short(&v));
             Err(ApiError::param("tool_choice", message))
         }
         None => Ok(()),
@@ -280,7 +281,7 @@ fn include_usage(options: Option<Value>, stream: bool) -> Result<bool, ApiError>
     // padding against observers of the network, without effect on the answer
     o.remove("include_obfuscation");
     match (o.keys().next(), usage) {
-        (Some(key), _) => Err(fail(&format!(".{key} is not known"))),
+        (Some(key), _) => Err(fail(&format!(".{} is not known", shown(key)))),
         (None, None | Some(Value::Null)) => Ok(false),
         (None, Some(Value::Bool(usage))) => Ok(usage),
         (None, Some(_)) => Err(fail(".include_usage: true or false is wanted")),

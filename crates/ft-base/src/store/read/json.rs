@@ -39,11 +39,14 @@ pub fn duplicate_key(key: &str) -> String {
 
 /// Formats a value as JSON for messages, truncated to 80 characters.
 pub fn short(v: &Value) -> String {
-    const MOST: usize = 80;
-    let text = v.to_string();
-    match text.char_indices().nth(MOST) {
+    cut(&v.to_string(), 80)
+}
+
+/// A text for messages, truncated to `most` characters.
+pub fn cut(text: &str, most: usize) -> String {
+    match text.char_indices().nth(most) {
         Some((at, _)) => format!("{}..", &text[..at]),
-        None => text,
+        None => text.to_string(),
     }
 }
 
@@ -157,5 +160,6 @@ mod tests {
         let v = Value::from("é".repeat(500));
         assert!(short(&v).chars().count() < 100 && short(&v).ends_with(".."));
         assert_eq!(short(&Value::from(3)), "3");
+        assert_eq!((cut("éé", 2), cut("ééé", 2)), ("éé".into(), "éé..".into()));
     }
 }
