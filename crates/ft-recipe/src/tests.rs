@@ -208,6 +208,28 @@ fn bad_overrides_are_refused() {
     insta::assert_snapshot!(all);
 }
 
+/// Also beside other problems, and with a slash in it.
+#[test]
+fn messages_do_not_show_the_password_of_a_server() {
+    let url = "http://user:s3cret/s3cret@h";
+    let file = parse(&format!("{SMALL}[log]\nmlflow = \"{url}\"\n"), "r.toml", &[]).unwrap_err();
+    let given = [
+        format!("log.mlflow='{url}'"),
+        format!("log.mlflow={}", url.replace('/', "")),
+        "log.mlflow=http://user:s3cret@h".into(),
+        "log.mlflow=user:s3cret@h".into(),
+        format!("log.mlflw={url}"),
+        format!("log.mlflow=\"{url}"),
+    ];
+    let twice = message(&[given[0].as_str(), given[1].as_str()]);
+    for text in given.iter().map(|set| message(&[set.as_str()])).chain([file.to_string(), twice]) {
+        assert!(text.contains("mlfl") && text.contains("***") && !text.contains("s3cret"), "{text}");
+    }
+    assert!(ok(&["log.mlflow=http://h:5000/a@b"]).log.mlflow.is_some());
+    let revision = message(&["data.train.0.sorce=hf://datasets/own/name@main"]);
+    assert!(revision.contains("own/name@main"), "{revision}");
+}
+
 /// Values that TOML takes for something else, and short forms.
 #[test]
 fn overrides_have_the_type_of_their_key() {

@@ -85,7 +85,7 @@ impl Cross<'_, '_> {
         if host.is_empty() {
             let message = format!("log.mlflow = {url:?} is no address of a server");
             self.report("log.mlflow", message, "log.mlflow = \"http://localhost:5000\"");
-        } else if host.contains('@') {
+        } else if host.contains('@') || (url.contains('@') && !has_port(host)) {
             let message = "log.mlflow holds a user or a password".to_string();
             let hint = "recipes are kept and shown: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD";
             self.report("log.mlflow", message, hint);
@@ -94,4 +94,10 @@ impl Cross<'_, '_> {
             self.report("log.mlflow", message, "its Punycode (xn--..)");
         }
     }
+}
+
+/// Whether the text behind a host's last colon, if any, is a port; else the host is a user.
+fn has_port(host: &str) -> bool {
+    let is_port = |port: &str| port.ends_with(']') || port.bytes().all(|b| b.is_ascii_digit());
+    host.rsplit_once(':').is_none_or(|(_, port)| is_port(port))
 }

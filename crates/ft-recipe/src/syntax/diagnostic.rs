@@ -7,6 +7,7 @@ use annotate_snippets::renderer::DecorStyle;
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use ft_base::error::Location;
 use ft_base::terminal::escape;
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -38,8 +39,27 @@ impl SourceText {
     /// A `KEY=VALUE` from the command line.
     pub fn argument(text: &str) -> Self {
         let shown: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
-        Self { name: format!("command line: {shown}"), text: text.into(), is_file: false, lines: vec![0] }
+        let name = format!("command line: {}", masked(&shown));
+        Self { name, text: text.into(), is_file: false, lines: vec![0] }
     }
+}
+
+/// Replaces user and password of a URL by as many stars as bytes. In a value of `log.mlflow`, the scheme may be absent.
+fn masked(text: &str) -> Cow<'_, str> {
+    let Some(_) = text.find('@') else { return text.into() };
+    let bare = text.contains("mlflow");
+    let word = |word: &str| {
+        let (head, tail) = word.split_at(word.rfind('@').unwrap_or(0));
+        let user = match head.split_once("://") {
+            Some((_, user)) => user,
+            None if bare => head.rsplit('=').next().unwrap_or(head),
+            None => "",
+        };
+        // hf://datasets/a/b@main is a path with a revision
+        let hidden = if user.contains(':') || !user.contains('/') { user.len() } else { 0 };
+        format!("{}{}{tail}", &head[..head.len() - hidden], "*".repeat(hidden))
+    };
+    text.split_inclusive(['"', '\'', ' ', '\n']).map(word).collect::<String>().into()
 }
 
 /// A byte range in one of the texts.
@@ -75,10 +95,11 @@ impl Diagnostic {
     /// Creates a problem at `at`.
     pub(crate) fn new(texts: &[SourceText], at: &Span, message: impl Into<String>) -> Self {
         let (place, line, span, cut) = locate(texts, at);
+        let message: String = message.into();
         Self {
             place,
             key: None,
-            message: message.into(),
+            message: masked(&message).into_owned(),
             hints: Vec::new(),
             line,
             span,
@@ -95,7 +116,8 @@ impl Diagnostic {
 
     /// Adds a hint.
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hints.push(hint.into());
+        let hint: String = hint.into();
+        self.hints.push(masked(&hint).into_owned());
         self
     }
 
@@ -151,7 +173,8 @@ fn locate(texts: &[SourceText], at: &Span) -> (Location, String, Range<usize>, b
     // Shows a very long line only around the position.
     let from = text.floor_char_boundary(start.saturating_sub(SHOWN).max(line_start));
     let to = text.floor_char_boundary((start + SHOWN).min(line_end));
-    let shown = text[from..to].trim_end_matches('\r');
+    let whole = masked(&text[line_start..line_end]);
+    let shown = whole[from - line_start..to - line_start].trim_end_matches('\r');
     let span = (start - from).min(shown.len())..(end - from).min(shown.len());
     let place = if source.is_file {
         Location { file: source.name.clone(), line, column: text[line_start..start].chars().count() + 1 }
