@@ -16,6 +16,8 @@ const GROWTH: u64 = 64;
 const REPLACEMENT: usize = 256;
 /// Longest word in characters; WordPiece is quadratic in it.
 const WORD: u64 = 10_000;
+/// Most tokens made of one by the post-processor.
+const AROUND: u64 = 256;
 
 /// The inspected parts of the file; the vocabulary is skipped.
 #[derive(Deserialize)]
@@ -82,7 +84,7 @@ impl Pipeline {
 
 /// Visits the steps of a pipeline, including nested sequences.
 fn visit(part: &Value, f: &mut dyn FnMut(&Value) -> Result<(), String>) -> Result<(), String> {
-    for list in ["normalizers", "pretokenizers", "decoders"] {
+    for list in ["normalizers", "pretokenizers", "decoders", "processors"] {
         for item in part.get(list).and_then(Value::as_array).into_iter().flatten() {
             visit(item, f)?;
         }
@@ -122,6 +124,26 @@ fn check_item(item: &Value, growth: &mut u64) -> Result<(), String> {
         "Precompiled" => check_charsmap(text("precompiled_charsmap").unwrap_or_default()),
         _ => Ok(()),
     }
+}
+
+/// Checks the number of tokens made of one by a post-processor, as the library writes it.
+///
+/// # Errors
+/// More than [`AROUND`].
+pub(crate) fn check_post_processor(part: &Value) -> Result<(), String> {
+    let mut tokens = 1u64;
+    visit(part, &mut |item| {
+        let Some(pieces) = item.get("single").and_then(Value::as_array) else { return Ok(()) };
+        let added = |id: &str| item["special_tokens"][id]["ids"].as_array().map_or(0, Vec::len);
+        let special = |p: &Value| p["SpecialToken"]["id"].as_str().map(added);
+        let texts = pieces.iter().filter(|p| p.get("Sequence").is_some()).count();
+        let all: usize = pieces.iter().filter_map(special).sum();
+        tokens = tokens.saturating_mul(texts as u64).saturating_add(all as u64);
+        if tokens > AROUND {
+            return Err(format!("post_processor: it makes {tokens} tokens of one, more than {AROUND}"));
+        }
+        Ok(())
+    })
 }
 
 /// Checks the compiled size of a regular expression, since repetition counts are unrolled.
@@ -293,6 +315,23 @@ mod tests {
         // a trie of one unit, and one replacement
         assert!(map("BAAAAAAAAABhAA==").is_ok());
         assert!(check("model", json!({"max_input_chars_per_word": 1_000_000})).is_err());
+    }
+
+    #[test]
+    fn post_processors_that_add_without_bound_are_refused() {
+        let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+        let mark = json!({"SpecialToken": {"id": "x", "type_id": 0}});
+        let template = |texts: usize, marks: usize, ids: usize| {
+            let single = [vec![text.clone(); texts], vec![mark.clone(); marks]].concat();
+            let x = json!({"id": "x", "ids": vec![1; ids], "tokens": vec!["x"; ids]});
+            json!({"type": "TemplateProcessing", "single": single, "special_tokens": {"x": x}})
+        };
+        let both = |part: Value| json!({"type": "Sequence", "processors": [part.clone(), part]});
+        assert!(check_post_processor(&Value::Null).is_ok());
+        assert!(check_post_processor(&json!({"type": "ByteLevel"})).is_ok());
+        assert!(check_post_processor(&both(template(1, 2, 8))).is_ok());
+        assert!(check_post_processor(&template(1, 16, 16)).is_err());
+        assert!(check_post_processor(&both(template(17, 0, 0))).is_err());
     }
 
     #[test]

@@ -393,12 +393,12 @@ impl Tokenizer {
         Ok(text)
     }
 
-    /// Whether each conversation sets this variable of chat templates itself, so that none can be given.
+    /// Whether every conversation sets this variable of chat templates itself; it cannot be given then.
     pub fn sets(variable: &str) -> bool {
         Template::sets(variable)
     }
 
-    /// The first of the given variables that the chat template does not read, and the names that it does read.
+    /// The first given variable not read by the chat template, and the names read by it.
     pub fn unread<'v>(&self, vars: &'v Map<String, Value>) -> Option<(&'v str, Vec<&str>)> {
         let names = self.template.as_ref()?.names();
         let unread = vars.keys().find(|name| !names.contains(*name))?;
@@ -526,6 +526,7 @@ fn turn_off_dropout(inner: &mut tokenizers::Tokenizer, path: &Path) {
 /// Removes the post-processor, and returns the ids it puts before and behind a text, found by encoding a probe.
 fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, [Vec<u32>; 2]), String> {
     called(|| {
+        pipeline::check_post_processor(&serde_json::to_value(inner.get_post_processor())?)?;
         let encoding = inner.encode("a", true)?;
         let (ids, special) = (encoding.get_ids(), encoding.get_special_tokens_mask());
         let before = special.iter().take_while(|m| **m == 1).count().min(ids.len());

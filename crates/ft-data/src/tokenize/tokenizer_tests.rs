@@ -13,6 +13,10 @@ fn with(pre_tokenizer: Value) -> Tokenizer {
 
 /// The fixture tokenizer with a change of its file.
 fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
+    loaded(change).unwrap().unwrap()
+}
+
+fn loaded(change: impl FnOnce(&mut Value)) -> Result<Option<Tokenizer>, Error> {
     let fixture =
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
     let mut file: Value =
@@ -20,7 +24,26 @@ fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
     change(&mut file);
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-    Tokenizer::load(dir.path(), None).unwrap().unwrap()
+    Tokenizer::load(dir.path(), None)
+}
+
+#[test]
+fn a_template_that_adds_many_tokens_is_refused() {
+    let load = |marks: usize| {
+        let load = loaded(|file| {
+            let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+            let mark = json!({"SpecialToken": {"id": "x", "type_id": 0}});
+            let single = [vec![text], vec![mark; marks]].concat();
+            let x = json!({"id": "x", "ids": [1], "tokens": ["x"]});
+            let template = json!({"single": single, "pair": [], "special_tokens": {"x": x}});
+            file["post_processor"] = template;
+            file["post_processor"]["type"] = json!("TemplateProcessing");
+        });
+        load.map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!(load(200), Ok(()));
+    let why = "post_processor: it makes 301 tokens of one, more than 256";
+    assert!(load(300).is_err_and(|e| e.contains(why)));
 }
 
 /// In Llama 2 a line break is a byte, and text before bytes that make no character.

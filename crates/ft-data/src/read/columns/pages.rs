@@ -9,32 +9,37 @@ use std::os::unix::fs::FileExt;
 
 /// Largest page or dictionary, unpacked, in bytes.
 pub(super) const LARGEST: u64 = 256 << 20;
+/// Largest pages and dictionaries of all columns together. Reading a row holds one of each per column.
+pub(super) const LARGEST_ROW: u64 = 4 << 30;
 /// Bytes read for a header, and for one with long statistics.
 const HEADER: [u64; 2] = [1 << 12, 4 << 20];
 /// Deepest nesting of structs and lists in a header or a footer.
 const DEPTH: usize = 16;
 
-/// Checks that no page of a file unpacks to more than `most` bytes, and that pages hold no more values than their
-/// column.
+/// Checks that no page of a file unpacks to more than `most` bytes, the largest pages and dictionaries of all columns
+/// together to no more than `most_row`, and pages hold no more values than their column.
 ///
 /// # Errors
-/// A larger page, by column; more values; headers that do not follow one another.
-pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64) -> Result<()> {
+/// A larger page, by column; columns with larger pages together; more values; headers that do not follow one another.
+pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64, most_row: u64) -> Result<()> {
     for group in about.row_groups() {
+        let mut row = 0u64;
         for column in group.columns() {
-            let mut values = 0u64;
+            let (mut values, mut dictionary, mut page) = (0u64, 0, 0);
             let (mut at, length) = column.byte_range();
             let end = at.saturating_add(length);
             while at < end {
                 let header = header(file, at, end)?;
                 if header.unpacked > most {
                     return Err(ParquetError::General(format!(
-                        "a page of column {} unpacks to {} MiB, more than {} MiB; write it with smaller pages",
+                        "a page of column {} unpacks to {} MiB, more than {} MiB; write the file with smaller pages",
                         column.column_path().string(),
                         header.unpacked >> 20,
                         most >> 20
                     )));
                 }
+                let largest = if header.values == 0 { &mut dictionary } else { &mut page };
+                *largest = header.unpacked.max(*largest);
                 at = at.saturating_add(header.bytes).saturating_add(header.packed);
                 values = values.saturating_add(header.values);
             }
@@ -45,6 +50,15 @@ pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64) -> Result<(
                     column.num_values()
                 )));
             }
+            row = row.saturating_add(page).saturating_add(dictionary);
+        }
+        if row > most_row {
+            return Err(ParquetError::General(format!(
+                "pages of the {} columns unpack to {} MiB together, more than {} MiB; write it with smaller pages",
+                group.num_columns(),
+                row >> 20,
+                most_row >> 20
+            )));
         }
     }
     Ok(())
@@ -185,9 +199,11 @@ mod tests {
             }
             let file = File::open(&path).unwrap();
             let about = ParquetMetaDataReader::new().parse_and_finish(&file).unwrap();
-            check(&file, &about, LARGEST).unwrap();
-            let told = check(&file, &about, 1).unwrap_err().to_string();
+            check(&file, &about, LARGEST, LARGEST_ROW).unwrap();
+            let told = check(&file, &about, 1, LARGEST_ROW).unwrap_err().to_string();
             assert!(told.contains("a page of column"), "{told}");
+            let told = check(&file, &about, LARGEST, 1).unwrap_err().to_string();
+            assert!(told.contains("together"), "{told}");
             files += 1;
         }
         assert!(files > 0);

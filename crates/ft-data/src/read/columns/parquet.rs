@@ -76,7 +76,7 @@ impl Columns {
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     nesting::check(&file)?;
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
-    pages::check(&file, &about, pages::LARGEST)?;
+    pages::check(&file, &about, pages::LARGEST, pages::LARGEST_ROW)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
     let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
     SerializedFileReader::new_with_options(file, options)
@@ -140,8 +140,8 @@ fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(),
     Ok(())
 }
 
-/// Converts a field to JSON. Unsupported types (times, decimals) become text. Numbers that JSON does not have, invalid
-/// UTF-8 and invalid JSON are an error if the field is `read`.
+/// Converts a field to JSON. Unsupported types (times, decimals) become text. Non-finite numbers, invalid UTF-8 and
+/// invalid JSON are an error if the field is `read`.
 fn value(field: &Field, read: bool) -> Result<Value, String> {
     let float = |x: f64| finite(x, read).map(|x| Number::from_f64(x).map_or(Value::Null, Value::Number));
     Ok(match field {
@@ -169,7 +169,7 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
             Err(_) => String::from_utf8_lossy(bytes.data()).into(),
         },
         Field::Group(row) => {
-            // a struct has the keys of all rows, and nulls for those of other rows
+            // a struct has the keys of all rows, and nulls for keys of other rows
             let there = row.get_column_iter().filter(|(_, f)| !matches!(f, Field::Null));
             Value::Object(object(there.map(|(n, f)| (n, f, read)))?)
         }

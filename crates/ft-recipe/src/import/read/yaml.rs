@@ -1,4 +1,4 @@
-//! YAML, and JSON as a part of it: events of the parser to entries with lines.
+//! YAML, JSON included: events of the parser to entries with lines.
 
 use super::entries::{Entries, MOST, twice};
 use super::scalar::scalar;
@@ -10,8 +10,11 @@ use std::collections::{BTreeMap, HashMap};
 /// Depth of nesting at the most.
 const DEEPEST: usize = 32;
 
-/// Bytes of text that aliases copy at the most.
+/// Most bytes of text copied by aliases.
 const MOST_COPIED: usize = 64 << 20;
+
+/// Longest path in bytes; each value is stored with its own.
+const LONGEST_PATH: usize = 1024;
 
 /// The parser's error at a line in brackets with less indentation than the key, and a quoted text or a bracket first.
 /// It is valid YAML.
@@ -19,12 +22,13 @@ const SHALLOW: &str = "invalid indentation";
 /// Such lines of a text at most.
 const MOST_SHALLOW: usize = 64;
 
-/// A list or table that is being read.
+/// An unfinished list or table.
 struct Open {
     value: Value,
-    /// The key of a table whose value comes next.
+    /// The key of a table's next value.
     key: Option<String>,
     anchor: usize,
+    /// Empty unless lines are kept.
     path: String,
 }
 
@@ -87,11 +91,11 @@ struct Reader {
     open: Vec<Open>,
     anchors: HashMap<usize, Value>,
     root: Option<Value>,
-    /// Line of each dotted path.
+    /// Line of each dotted path, if `only`.
     lines: BTreeMap<String, usize>,
     /// Values so far, with the copies for anchors and aliases.
     nodes: usize,
-    /// Bytes of text that aliases have copied.
+    /// Bytes of text copied by aliases.
     copied: usize,
     /// The most values.
     most: usize,
@@ -106,9 +110,12 @@ impl Reader {
                 let plain = style == ScalarStyle::Plain;
                 if let Some(Open { value: Value::Object(_), key: key @ None, .. }) = self.open.last_mut() {
                     *key = Some(text.into_owned());
-                    let path = self.path();
+                    if !self.only {
+                        return Ok(());
+                    }
+                    let path = self.path()?;
                     // merge keys may stand twice
-                    let once = self.only && !path.ends_with("<<");
+                    let once = !path.ends_with("<<");
                     return match self.lines.insert(path.clone(), span.start.line()) {
                         Some(first) if once => Err(twice(&path, first)),
                         _ => Ok(()),
@@ -137,14 +144,18 @@ impl Reader {
         }
     }
 
-    /// The path of the value that comes next.
-    fn path(&self) -> String {
-        match self.open.last() {
+    /// The path of the next value.
+    fn path(&self) -> Result<String, String> {
+        let path = match self.open.last() {
             None => String::new(),
             Some(Open { value: Value::Array(list), path, .. }) => {
                 crate::syntax::join(path, &list.len().to_string())
             }
             Some(Open { key, path, .. }) => crate::syntax::join(path, key.as_deref().unwrap_or_default()),
+        };
+        match path.len() {
+            ..=LONGEST_PATH => Ok(path),
+            n => Err(format!("a path of {n} bytes, more than {LONGEST_PATH}")),
         }
     }
 
@@ -155,13 +166,16 @@ impl Reader {
         if let Some(Open { value: Value::Object(_), key: None, .. }) = self.open.last() {
             return Err("a list or table as a key".into());
         }
-        let path = self.path();
-        self.lines.entry(path.clone()).or_insert(span.start.line());
+        let mut path = String::new();
+        if self.only {
+            path = self.path()?;
+            self.lines.entry(path.clone()).or_insert(span.start.line());
+        }
         self.open.push(Open { value, key: None, anchor, path });
         Ok(())
     }
 
-    /// Puts a finished value where it belongs.
+    /// Adds a finished value to the open list or table, or makes it the root.
     fn put(&mut self, value: Value, anchor: usize) -> Result<(), String> {
         self.nodes += if anchor > 0 { 1 + count(&value) } else { 1 };
         if self.nodes > self.most {
@@ -272,6 +286,18 @@ mod tests {
         };
         assert!(copies(64).is_ok());
         assert!(copies(65).unwrap_err().ends_with("line 2: aliases of more than 64 MiB"));
+    }
+
+    /// Each list has its path in an import. A card's lists have none.
+    #[test]
+    fn long_paths_are_refused_where_lines_are_kept() {
+        let text = |n: usize| format!("? {}\n: [[], [1]]", "k".repeat(n));
+        assert!(read(&text(1000)).is_ok());
+        assert_eq!(read(&text(1025)).unwrap_err(), "line 1: a path of 1025 bytes, more than 1024");
+        let lists = format!("? {}\n: [{}]", "k".repeat(1 << 16), "[],".repeat(1000));
+        let reader = read_document(&lists, 2000, false).unwrap();
+        assert!(reader.lines.is_empty());
+        assert!(reader.root.is_some_and(|root| root.as_object().is_some_and(|table| table.len() == 1)));
     }
 
     /// Lines of a list in brackets may be indented less than its key.
