@@ -5,6 +5,7 @@ mod lines;
 use super::args::TemplateArgs;
 use crate::infer::sampling::{GenerationConfig, Sampler, SamplingOptions};
 use crate::infer::{ContextLimit, LoadOptions, ModelFiles, Prompter, device, usage, words};
+use clap::builder::RangedU64ValueParser;
 use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
 use ft_engine::walk::generate::{self, Reader, Writer};
@@ -32,7 +33,12 @@ pub struct Args {
     #[command(flatten)]
     sampling: SamplingOptions,
     /// Most tokens of a reply
-    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1024,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..)
+    )]
     max_tokens: usize,
     /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one
     #[arg(long, default_value = "auto", value_parser = device::parse)]

@@ -162,6 +162,7 @@ fn chat_uses_the_prompt_format_of_training() {
         (&["--raw", "--chat-template", "t.jinja"], 2),
         (&["--form", "alpaca", "--template", "a=1"], 2),
         (&["--form", "poem"], 2),
+        (&["--max-tokens", "0"], 2),
     ] {
         let r = w.ft(&[&["chat", "o/adapter", "--prompt", "x"], args].concat());
         assert_eq!(r.code, code, "{args:?}: {}", r.err);

@@ -1,6 +1,6 @@
 //! `ft export --to gguf`, verified with candle's reader.
 
-use crate::world::{World, recipe, reference, repository};
+use crate::world::{World, merged, mixture, recipe, reference, repository};
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
@@ -374,6 +374,129 @@ fn models_that_llama_cpp_computes_differently_are_refused() {
         let context = g.number(&format!("{arch}.context_length"));
         assert_eq!((g.text("general.architecture"), context), (arch, window));
     }
+}
+
+/// Writes LoRA of zeros on a linear `[out, inp]`.
+fn lora(w: &World, name: &str, module: &str, [out, inp]: [usize; 2]) {
+    let half = |half: &str, shape: [usize; 2]| {
+        let zeros = Tensor::zeros(&shape[..], DType::F32, &Device::Cpu).expect("zeros");
+        (format!("base_model.model.{module}.lora_{half}.weight"), zeros)
+    };
+    let config = json!({"peft_type": "LORA", "r": 2, "target_modules": [module]});
+    w.write(&format!("{name}/adapter_config.json"), config.to_string());
+    let path = w.path(&format!("{name}/adapter_model.safetensors"));
+    ft::files::write_file(&path, &[half("A", [2, inp]), half("B", [out, 2])], &[]).expect("written");
+}
+
+/// By the model's key each. A tensor absent from the model, but possible in another program's file, is no reason.
+#[test]
+fn adapters_of_bases_that_llama_cpp_computes_differently_are_refused() {
+    let w = World::new();
+    lora(&w, "head", "lm_head", [64, 32]);
+    lora(&w, "values", "model.layers.1.self_attn.v_proj", [16, 32]);
+    let (slides, full, linear) = ("sliding_attention", "full_attention", "linear_attention");
+    let table = |theta: f64| json!({"rope_theta": theta, "rope_type": "default"});
+    let ropes = |sliding: f64| json!({full: table(1e6), slides: table(sliding)});
+    let of = |family: &str, more: serde_json::Value| merged(json!({ "model_type": family }), &more);
+    let (qwen3, smollm3) = (json!({}), of("smollm3", json!({"num_hidden_layers": 4})));
+    let qwen3_moe = mixture();
+    let of_qwen2_moe = json!({"shared_expert_intermediate_size": 20, "norm_topk_prob": false});
+    let qwen2_moe = merged(mixture(), &of("qwen2_moe", of_qwen2_moe));
+    let of_gemma3 = json!({"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 8,
+        "layer_types": [slides, slides, slides, slides, slides, full], "rope_parameters": ropes(1e4)});
+    let gemma3 = of("gemma3_text", of_gemma3);
+    let of_gemma4 = json!({"num_hidden_layers": 4, "layer_types": [slides, slides, slides, full],
+        "sliding_window": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "rope_parameters": ropes(1e4)});
+    let gemma4 = of("gemma4_text", of_gemma4);
+    let of_olmo3 = json!({"num_hidden_layers": 4, "layer_types": [slides, slides, slides, full],
+        "sliding_window": 8, "rope_parameters": ropes(1e6)});
+    let olmo3 = of("olmo3", of_olmo3);
+    let of_gpt_oss = json!({"num_hidden_layers": 2, "layer_types": [slides, full], "sliding_window": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2});
+    let gpt_oss = of("gpt_oss", of_gpt_oss);
+    let of_qwen35 = json!({"num_hidden_layers": 4, "layer_types": [linear, full, linear, full],
+        "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_num_value_heads": 4, "linear_value_head_dim": 8, "partial_rotary_factor": 0.5});
+    let qwen35 = of("qwen3_5_text", of_qwen35);
+    let scaled = |kind: &str, more: serde_json::Value| {
+        let common = json!({"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64});
+        json!({"rope_scaling": merged(common, &more)})
+    };
+    let ones = json!({"long_factor": [1.0, 1.0, 1.0, 1.0], "short_factor": [1.0, 1.0, 1.0, 1.0]});
+    let bands = json!({"low_freq_factor": 1.0, "high_freq_factor": 4.0});
+    let export = |adapter: &str, base: &serde_json::Value, out: &str| {
+        w.config("m", base.clone());
+        w.ft(&["export", adapter, "--to", "gguf", "--base", "m", "--out", out])
+    };
+    for (family, change, said) in [
+        (&qwen3, json!({"attention_bias": true}), "attention_bias: "),
+        (&smollm3, json!({"mlp_bias": true}), "mlp_bias: "),
+        (&qwen3, json!({"model_type": "qwen2", "head_dim": 16}), "head_dim: 16"),
+        (&qwen3, json!({"hidden_act": "gelu_pytorch_tanh"}), "hidden_act or "),
+        (&smollm3, json!({"no_rope_layers": [1, 1, 0, 1]}), "no_rope_layers: "),
+        (&gemma3, json!({"layer_types": [slides, full, slides, full, slides, full]}), "layer_types: "),
+        (&gemma3, json!({"rope_parameters": ropes(2e4)}), "rope_parameters.sliding_attention: "),
+        (&gemma3, json!({"query_pre_attn_scalar": 24}), "query_pre_attn_scalar: "),
+        (&gemma3, json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping: "),
+        (&gemma4, json!({"per_layer_config": {"1": {"num_key_value_heads": 1}}}), "per_layer_config: "),
+        (
+            &gemma4,
+            json!({"layer_types": [full, slides, slides, full], "num_kv_shared_layers": 1}),
+            "num_kv_shared_layers: ",
+        ),
+        (&gemma4, json!({"layer_types": [full, full, full, full]}), "layer_types: "),
+        (&olmo3, json!({"layer_types": [slides, full, slides, full]}), "layer_types: "),
+        (&olmo3, json!({"rope_parameters": ropes(2e4)}), "rope_parameters.sliding_attention: "),
+        (&gpt_oss, json!({"layer_types": [full, slides]}), "layer_types: "),
+        (&gpt_oss, json!({"swiglu_limit": 1.5}), "swiglu_limit: "),
+        (&qwen35, json!({"linear_value_head_dim": 12}), "linear_value_head_dim: 12"),
+        (&qwen35, json!({"layer_types": [linear, full, full, linear]}), "layer_types: "),
+        (&qwen35, json!({"rms_norm_eps": 1e-2}), "rms_norm_eps: "),
+        (&qwen3_moe, json!({"num_experts": 0}), "num_experts: 0"),
+        (&qwen3_moe, json!({"norm_topk_prob": false}), "norm_topk_prob: false"),
+        (&qwen2_moe, json!({"norm_topk_prob": true}), "norm_topk_prob: true"),
+        (&qwen3_moe, json!({"mlp_only_layers": [0]}), "mlp_only_layers or "),
+        (&qwen2_moe, json!({"decoder_sparse_step": 2}), "or decoder_sparse_step: "),
+        (&qwen3, scaled("dynamic", json!({})), "rope_scaling: dynamic"),
+        (&qwen3, scaled("longrope", ones), "rope_scaling: longrope"),
+        (&qwen3, scaled("llama3", bands), "rope_scaling: llama3"),
+        (&qwen3, scaled("yarn", json!({"truncate": false})), "rope_scaling.truncate: false"),
+    ] {
+        let r = export("head", &merged(family.clone(), &change), "n");
+        assert!(r.code == 4 && r.err.contains(said), "{family} {change}: {} {}", r.code, r.err);
+        assert!(!w.path("n").exists());
+    }
+    let tied = json!({"tie_word_embeddings": true});
+    let table = json!({"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 80});
+    let none = json!({});
+    for (i, (family, change)) in [
+        (&qwen3, &none),
+        (&smollm3, &none),
+        (&gemma3, &none),
+        (&olmo3, &none),
+        (&qwen35, &none),
+        (&qwen3_moe, &none),
+        (&qwen2_moe, &tied),
+        (&of("olmo2", none.clone()), &tied),
+        (&gpt_oss, &tied),
+        (&gpt_oss, &json!({"attention_bias": false})),
+        (&gemma4, &table),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let r = export("values", &merged(family.clone(), change), &format!("g{i}"));
+        assert_eq!(r.code, 0, "{family} {change}: {}", r.err);
+    }
+    // ft writes no such file.
+    let files = tensors(fixture("olmo2").join("model.safetensors"));
+    let kept = files.names().filter(|name| *name != "lm_head.weight");
+    let kept: Vec<_> = kept.map(|name| (name.to_string(), get(&files, name))).collect();
+    w.copy(fixture("olmo2"), "olmo2");
+    ft::files::write_file(&w.path("olmo2/model.safetensors"), &kept, &[]).expect("written");
+    w.write("olmo2/config.json", merged(w.json("olmo2/config.json"), &tied).to_string());
+    let r = w.ft(&["export", "olmo2", "--to", "gguf", "--out", "n"]);
+    assert!(r.code == 4 && r.err.contains("tie_word_embeddings: true"), "{} {}", r.code, r.err);
 }
 
 /// The fixture of a later family.

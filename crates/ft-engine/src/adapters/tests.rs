@@ -173,6 +173,18 @@ fn rewritten(held: &Adapter, change: impl Fn(&str, Tensor) -> Result<(String, Te
     Ok(Adapter::open(&held.dir)?)
 }
 
+/// The adapter without the tensors with `part` in their names.
+fn without(held: &Adapter, part: &str) -> Result<Adapter> {
+    let path = held.dir.join("adapter_model.safetensors");
+    let files = TensorFiles::open_file(&path)?;
+    let mut tensors = Vec::new();
+    for name in files.names().filter(|name| !name.contains(part)) {
+        tensors.push((name.to_string(), files.tensor(name, DType::F32, &Device::Cpu)?));
+    }
+    write_file(&path, &tensors, &[])?;
+    Ok(Adapter::open(&held.dir)?)
+}
+
 /// A and B are of the scale that they trained with.
 #[test]
 fn another_scale_than_the_adapters_is_refused() -> Result<()> {
@@ -521,6 +533,41 @@ fn layers_to_transform_are_layers_in_experts_too() -> Result<()> {
     Ok(())
 }
 
+/// PEFT's adapters of Qwen2-MoE on transformers 5, where lists, expressions and saved modules choose no experts.
+#[test]
+fn experts_without_any_tensor_are_frozen_in_qwen2_moe() -> Result<()> {
+    let linears = json!({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]});
+    let saved = json!({"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]});
+    let parameter = json!({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]});
+    let missing = "adapter_config.json chooses";
+    for (family, extra, lost, want) in [
+        ("qwen2_moe", linears.clone(), ".experts.", Ok(2 * (4 + 3 + 3 * 3))),
+        ("qwen2_moe", json!({"target_modules": r".*\.(q|down)_proj"}), ".experts.", Ok(2 * (4 + 1 + 3))),
+        ("qwen2_moe", saved, ".experts.", Ok(2 * 4 + 1 + 3)),
+        ("qwen2_moe", linears.clone(), ".experts.0.", Err("and 17 more tensors")),
+        ("qwen2_moe", linears.clone(), "expert", Err("shared_expert.gate_proj.lora_A.weight and 17 more")),
+        ("qwen2_moe", json!({"target_modules": ["experts.0.up_proj"]}), ".experts.", Err(missing)),
+        ("qwen2_moe", parameter, ".experts.", Err(missing)),
+        ("qwen3_moe", linears, ".experts.", Err(missing)),
+    ] {
+        let shared = if family == "qwen2_moe" { 12 } else { 0 };
+        let mut c = config(json!({"model_type": family, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8, "shared_expert_intermediate_size": shared, "mlp_only_layers": [0]}))?;
+        peft(extra.clone())?.set_layout(&mut c);
+        let dir = tempfile::tempdir()?;
+        let held = without(&adapter(dir.path(), &c, extra.clone(), &[])?, lost)?;
+        match (held.selection(&c), want) {
+            (Ok(s), Ok(count)) => {
+                held.check_against(&s, &s.trained())?;
+                assert_eq!(names(&s).len(), count, "{extra}: {:?}", names(&s));
+            }
+            (Err(e), Err(why)) => assert!(e.to_string().contains(why), "{family} {extra}: {e}"),
+            (other, _) => panic!("{family} {extra} {lost}: {other:?}"),
+        }
+    }
+    Ok(())
+}
+
 /// The names and shapes are those of PEFT 0.21 on transformers 5, where Mixtral's mixture is called `mlp`.
 #[test]
 fn parameters_of_mixtral_have_the_names_of_transformers_5() -> Result<()> {
@@ -603,6 +650,24 @@ fn expressions_that_backtrack_too_often_are_refused_by_name() -> Result<()> {
         ("alpha_pattern", json!({ slow: 2 })),
     ] {
         let e = Selection::from_peft(&c, &peft(json!({ key: value }))?).err().context("refused")?.to_string();
+        assert!(e.contains(&format!("{key}: ")) && e.contains("backtracking"), "{e}");
+    }
+    Ok(())
+}
+
+/// The bound is of all expressions of a key together; names of modules do not count.
+#[test]
+fn expressions_share_the_bound_of_backtracking() -> Result<()> {
+    let c = config(json!({}))?;
+    let patterns = |count: usize, names: usize| {
+        let slow = (0..count).map(|i| (format!(r"({})Q{i}\1", ".?".repeat(7)), json!(2)));
+        let names = (0..names).map(|i| (format!("model.layers.{i}.mlp"), json!(2)));
+        Value::Object(slow.chain(names).collect())
+    };
+    for key in ["rank_pattern", "alpha_pattern"] {
+        Selection::from_peft(&c, &peft(json!({ key: patterns(1, 50) }))?)?;
+        let many = peft(json!({ key: patterns(200, 0) }))?;
+        let e = Selection::from_peft(&c, &many).err().context("refused")?.to_string();
         assert!(e.contains(&format!("{key}: ")) && e.contains("backtracking"), "{e}");
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use super::config::{MERGE, PeftConfig};
 use super::format::{BASE_QUANTIZE, LABELS, PREFIX, alone, current, scale};
-use crate::adapters::{Error, Part, Selection, Trained};
+use crate::adapters::{Choice, Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::modules::{Group, Kind, Module, SCORE};
 use crate::model::{Config, TOWERS};
@@ -278,12 +278,13 @@ impl Adapter {
         Ok(own.index_select(&Tensor::new(rows, &Device::Cpu)?, 0)?)
     }
 
-    /// Selection described by the adapter's config; all tensors must be present.
+    /// Selection described by the adapter's config; all tensors must be present, except those of Qwen2-MoE's experts.
     ///
     /// # Errors
     /// A config that does not match the model; missing tensors.
     pub fn selection(&self, config: &Config) -> ft_base::Result<Selection> {
-        let selection = Selection::from_peft(config, &self.config)?;
+        let mut selection = Selection::from_peft(config, &self.config)?;
+        self.freeze_experts(config, &mut selection);
         self.check_head_alone(&selection)?;
         let mut missing = Vec::new();
         for t in selection.trained() {
@@ -297,6 +298,29 @@ impl Adapter {
             n => format!("{first} and {} more tensors that adapter_config.json chooses are missing", n - 1),
         };
         Err(self.fail(why).into())
+    }
+
+    /// Freezes the experts of Qwen2-MoE, if the adapter has tensors of other modules alone. In transformers 5 experts
+    /// are parameters, not modules; PEFT then adapts the parameters in other mixtures, but nothing in this one.
+    fn freeze_experts(&self, config: &Config, selection: &mut Selection) {
+        let others = || selection.modules.iter().any(|(m, c)| m.expert.is_none() && *c != Choice::Freeze);
+        let held = || self.tensors.names().any(|name| name.contains(".experts."));
+        if config.family.model_type != "qwen2_moe" || held() || !others() {
+            return;
+        }
+        let mut frozen = false;
+        let is_module = |m: &Module| m.expert.is_some() && m.parameter.is_none();
+        for (_, choice) in selection.modules.iter_mut().filter(|(m, _)| is_module(m)) {
+            frozen |= *choice != Choice::Freeze;
+            *choice = Choice::Freeze;
+        }
+        if frozen {
+            selection.notes.push(format!(
+                "{}: its config names experts and it holds no tensor of any, as PEFT writes Qwen2-MoE with \
+                 transformers 5: the experts stay as in the base",
+                self.dir.display()
+            ));
+        }
     }
 
     /// Checks the adapter against a selection: refuses untrained tensors, shape mismatches, A without B or

@@ -8,7 +8,7 @@ use super::format::{alone, current};
 use crate::adapters::Error;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
-use fancy_regex::Regex;
+use fancy_regex::{Regex, RegexBuilder};
 use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::LoraSpec;
@@ -24,61 +24,65 @@ use std::sync::Arc;
 enum Accepted {
     /// Interpreted by [`PeftConfig::parse`].
     Read,
-    /// Any string; no effect on the numbers.
-    Text,
-    /// Any boolean; no effect on the numbers.
-    Flag,
-    /// Any number from 0; no effect on the numbers.
-    Count,
-    /// Any object; no effect on the numbers.
-    Object,
+    /// Any value of a type, by a test and in words; without effect on the numbers.
+    Any(fn(&Value) -> bool, &'static str),
     /// One of these strings.
     Word(&'static [&'static str]),
-    /// Only `false`: true would change the numbers.
-    False,
-    /// Only an empty list or object: others would change the numbers.
-    Empty,
-    /// Only `null`: PEFT enables the feature even for an empty list or `false`.
-    Null,
+    /// Only values by a test: others would change the numbers.
+    Only(fn(&Value) -> bool),
+}
+
+const TEXT: Accepted = Accepted::Any(Value::is_string, "a text");
+const FLAG: Accepted = Accepted::Any(Value::is_boolean, "true or false");
+const COUNT: Accepted = Accepted::Any(Value::is_u64, "a whole number");
+const OBJECT: Accepted = Accepted::Any(Value::is_object, "an object");
+const FALSE: Accepted = Accepted::Only(|v| *v == Value::Bool(false));
+const EMPTY: Accepted = Accepted::Only(is_empty);
+/// PEFT enables the feature even for an empty list or `false`.
+const NULL: Accepted = Accepted::Only(Value::is_null);
+
+/// Whether a value is an empty list or object.
+fn is_empty(v: &Value) -> bool {
+    v.as_array().is_some_and(Vec::is_empty) || v.as_object().is_some_and(Map::is_empty)
 }
 
 /// All keys of PEFT's `LoraConfig`.
 const KEYS: &[(&str, Accepted)] = &[
-    ("alora_invocation_tokens", Accepted::Null),
+    ("alora_invocation_tokens", NULL),
     ("alpha_pattern", Accepted::Read),
-    ("arrow_config", Accepted::Null),
-    ("auto_mapping", Accepted::Object),
-    ("base_model_name_or_path", Accepted::Text),
+    ("arrow_config", NULL),
+    ("auto_mapping", OBJECT),
+    ("base_model_name_or_path", TEXT),
     ("bias", Accepted::Word(&["none"])),
     // PEFT reads the next four configs only under the init_lora_weights of the same name.
-    ("corda_config", Accepted::Object),
-    ("eva_config", Accepted::Object),
-    ("loftq_config", Accepted::Object),
-    ("lora_ga_config", Accepted::Object),
+    ("corda_config", OBJECT),
+    ("eva_config", OBJECT),
+    ("loftq_config", OBJECT),
+    ("lora_ga_config", OBJECT),
     ("ensure_weight_tying", Accepted::Read),
     ("exclude_modules", Accepted::Read),
     // PEFT resets it for `nn.Linear`, and reads it for no embedding.
-    ("fan_in_fan_out", Accepted::Flag),
-    ("inference_mode", Accepted::Flag),
+    ("fan_in_fan_out", FLAG),
+    ("inference_mode", FLAG),
     ("init_lora_weights", Accepted::Read),
-    ("kasa_config", Accepted::Null),
-    ("layer_replication", Accepted::Empty),
+    ("kasa_config", NULL),
+    ("layer_replication", EMPTY),
     ("layers_pattern", Accepted::Read),
     ("layers_to_transform", Accepted::Read),
     ("lora_alpha", Accepted::Read),
-    ("lora_bias", Accepted::False),
+    ("lora_bias", FALSE),
     ("lora_dropout", Accepted::Read),
-    ("megatron_config", Accepted::Empty),
-    ("megatron_core", Accepted::Text),
+    ("megatron_config", EMPTY),
+    ("megatron_core", TEXT),
     ("modules_to_save", Accepted::Read),
-    ("monteclora_config", Accepted::Null),
+    ("monteclora_config", NULL),
     ("peft_type", Accepted::Read),
-    ("peft_version", Accepted::Text),
-    ("qalora_group_size", Accepted::Count),
+    ("peft_version", TEXT),
+    ("qalora_group_size", COUNT),
     ("r", Accepted::Read),
     ("rank_pattern", Accepted::Read),
-    ("revision", Accepted::Text),
-    ("runtime_config", Accepted::Object),
+    ("revision", TEXT),
+    ("runtime_config", OBJECT),
     ("target_modules", Accepted::Read),
     ("target_parameters", Accepted::Read),
     (
@@ -93,11 +97,11 @@ const KEYS: &[(&str, Accepted)] = &[
         ]),
     ),
     ("trainable_token_indices", Accepted::Read),
-    ("use_bdlora", Accepted::Null),
+    ("use_bdlora", NULL),
     ("use_dora", Accepted::Read),
-    ("use_qalora", Accepted::False),
+    ("use_qalora", FALSE),
     ("use_rslora", Accepted::Read),
-    ("velora_config", Accepted::Null),
+    ("velora_config", NULL),
 ];
 
 /// Hint for adapters unsupported by `ft`.
@@ -113,6 +117,9 @@ const RANK: u64 = ft_recipe::MAX_RANK;
 
 /// Range of |alpha|: the range in recipes, widened by the adjustment for partial rsLoRA.
 const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
+
+/// Most steps of backtracking in one name, of all expressions of a key together. Names are short.
+const BACKTRACKS: usize = 10_000;
 
 /// Group of the layer's number in an expression of `layers_pattern`.
 const LAYER: &str = "layer";
@@ -272,10 +279,10 @@ impl PeftConfig {
         !self.tokens.is_empty() || self.saves.iter().any(|name| name.ends_with("embed_tokens"))
     }
 
-    /// LoRA settings of a module, or of the parameter that PEFT adapts in its place.
+    /// LoRA settings of a module, or of the parameter adapted by PEFT in its place.
     ///
     /// # Errors
-    /// An expression in `rank_pattern` or `alpha_pattern` that takes too long.
+    /// An expression in `rank_pattern` or `alpha_pattern` taking too long.
     pub fn spec_of(&self, m: &Module) -> Result<LoraSpec, Error> {
         self.spec(&self.spellings(m.parameter.as_ref().map_or(&m.name, |p| &p.name)))
     }
@@ -323,45 +330,29 @@ impl<'a> Keys<'a> {
     /// Checks a key and value against [`KEYS`].
     fn allow(&self, key: &str, v: &Value) -> Result<(), Error> {
         let Some((_, says)) = KEYS.iter().find(|(k, _)| *k == key) else {
-            let off = match v {
-                Value::Null | Value::Bool(false) => true,
-                Value::Array(l) => l.is_empty(),
-                Value::Object(m) => m.is_empty(),
-                _ => false,
-            };
+            let off = v.is_null() || *v == Value::Bool(false) || is_empty(v);
             let why = format!(
                 "{}; ft does not know this key, and it may change the numbers\n  hint: {MERGE}",
                 short(v)
             );
             return if off { Ok(()) } else { Err(self.bad(key, why)) };
         };
-        let fits = match (says, v) {
-            (Accepted::Read, _) | (_, Value::Null) => true,
-            (Accepted::Text, v) => v.is_string(),
-            (Accepted::Flag, v) => v.is_boolean(),
-            (Accepted::Count, v) => v.is_u64(),
-            (Accepted::Object, v) => v.is_object(),
-            (Accepted::Word(words), v) => v.as_str().is_some_and(|w| words.contains(&w)),
-            (Accepted::False, v) => *v == Value::Bool(false),
-            (Accepted::Empty, Value::Array(l)) => l.is_empty(),
-            (Accepted::Empty, Value::Object(m)) => m.is_empty(),
-            (Accepted::Empty | Accepted::Null, _) => false,
+        let fits = match says {
+            Accepted::Read => true,
+            Accepted::Any(fits, _) | Accepted::Only(fits) => fits(v),
+            Accepted::Word(words) => v.as_str().is_some_and(|w| words.contains(&w)),
         };
-        if fits {
-            return Ok(());
-        }
-        let what = match says {
-            Accepted::Text => "a text".to_string(),
-            Accepted::Flag => "true or false".into(),
-            Accepted::Count => "a whole number".into(),
-            Accepted::Object => "an object".into(),
-            Accepted::Word(words) if words.len() > 1 => format!("one of {}", words.join(", ")),
+        match says {
+            _ if fits || v.is_null() => Ok(()),
+            Accepted::Any(_, what) => Err(self.wanted(key, v, what)),
+            Accepted::Word(words) if words.len() > 1 => {
+                Err(self.wanted(key, v, &format!("one of {}", words.join(", "))))
+            }
             _ => {
                 let why = format!("{}; it changes the numbers and is not built\n  hint: {MERGE}", short(v));
-                return Err(self.bad(key, why));
+                Err(self.bad(key, why))
             }
-        };
-        Err(self.wanted(key, v, &what))
+        }
     }
 
     /// Checks `init_lora_weights`. A and B are read from the file, but PEFT initializes them first, and
@@ -447,13 +438,14 @@ impl<'a> Keys<'a> {
 
     /// Regular expression for a whole name, as Python's `re.fullmatch`.
     fn regex(&self, key: &str, pattern: &str) -> Result<Pattern, Error> {
-        self.compiled(key, pattern, &format!("^(?:{pattern})$"))
+        self.compiled(key, pattern, &format!("^(?:{pattern})$"), 1)
     }
 
-    /// The expression `whole`, made of `pattern` in the file.
-    fn compiled(&self, key: &str, pattern: &str, whole: &str) -> Result<Pattern, Error> {
+    /// The expression `whole`, made of `pattern` in the file; it has its share of the backtracking of `among`
+    /// expressions.
+    fn compiled(&self, key: &str, pattern: &str, whole: &str, among: usize) -> Result<Pattern, Error> {
         let place = format!("{key}: {}", short(&Value::from(pattern)));
-        match Regex::new(whole) {
+        match RegexBuilder::new(whole).backtrack_limit(BACKTRACKS / among.max(1)).build() {
             Ok(regex) => Ok(Pattern { file: self.file.into(), place, regex }),
             Err(e) => Err(unusable(self.file, &place, &e)),
         }
@@ -498,7 +490,8 @@ impl<'a> Keys<'a> {
         let expression = |p: &String| {
             // Compiled alone first: unbalanced parentheses would change the surrounding expression.
             self.regex("layers_pattern", p)?;
-            self.compiled("layers_pattern", p, &format!(r"^(?:(?:^|.*?\.){p}\.(?P<{LAYER}>\d+)\.)"))
+            let whole = format!(r"^(?:(?:^|.*?\.){p}\.(?P<{LAYER}>\d+)\.)");
+            self.compiled("layers_pattern", p, &whole, patterns.len())
         };
         let layers = match layers {
             None => None,
@@ -532,6 +525,7 @@ impl<'a> Keys<'a> {
             Some(Value::Object(map)) => map,
             Some(v) => return Err(self.wanted(key, v, "an object of names and numbers")),
         };
+        let among = map.keys().filter(|p| backtracks(p)).count();
         for (i, (pattern, v)) in map.iter().enumerate() {
             let value = read(&format!("{key}.{pattern}"), v)?;
             match exact(pattern) {
@@ -540,7 +534,8 @@ impl<'a> Keys<'a> {
                 }
                 None => {
                     self.regex(key, pattern)?;
-                    let suffix = self.compiled(key, pattern, &format!(r"^(?:.*\.)?(?:{pattern})$"))?;
+                    let whole = format!(r"^(?:.*\.)?(?:{pattern})$");
+                    let suffix = self.compiled(key, pattern, &whole, among)?;
                     out.others.push((i, suffix, value));
                 }
             }
@@ -549,7 +544,14 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// Module name matched by a pattern of the form `^model\.layers\.0\.mlp`, which matches nothing else.
+/// Whether the library matches a pattern by backtracking: one with look-around, atomic groups or back references.
+fn backtracks(pattern: &str) -> bool {
+    let refers = |pair: &[u8]| pair[0] == b'\\' && (pair[1].is_ascii_digit() || pair[1] == b'k');
+    ["(?=", "(?!", "(?<", "(?>"].iter().any(|part| pattern.contains(part))
+        || pattern.as_bytes().windows(2).any(refers)
+}
+
+/// The only module name matched by a pattern of the form `^model\.layers\.0\.mlp`.
 fn exact(pattern: &str) -> Option<String> {
     let name = pattern.strip_prefix('^')?.replace(r"\.", "\0");
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '\0';
@@ -582,7 +584,7 @@ impl Pattern {
     }
 }
 
-/// The error for an expression that is invalid, or that backtracks too often.
+/// The error for an invalid expression, or one backtracking too often.
 fn unusable(file: &str, place: &str, e: &fancy_regex::Error) -> Error {
     let why = match e {
         // without the position, which counts the anchors added here
@@ -627,7 +629,7 @@ impl<T: Copy> Patterns<T> {
 struct Targets {
     target: Target,
     exclude: Option<Target>,
-    /// Layer indices, and regular expressions that extract a module's layer.
+    /// Layer indices, and regular expressions for a module's layer.
     layers: Option<(HashSet<u64>, Vec<Pattern>)>,
 }
 

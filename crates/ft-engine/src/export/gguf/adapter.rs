@@ -7,7 +7,7 @@
 use super::changes::Change;
 use super::entries::{Keys, file_type};
 use super::names::{MappedTensor, architecture, map_tensors};
-use super::{Error, refuse};
+use super::{Error, keys, refuse};
 use crate::adapters::{Adapter, Choice, Part, Selection, Trained, peft};
 use crate::files::{Entry, GgufValue, write_gguf};
 use crate::model::Config;
@@ -28,7 +28,8 @@ struct Pair<'a> {
 /// Writes an adapter to `path`, with matrices in `dtype`.
 ///
 /// # Errors
-/// Anything unsupported by llama.cpp's adapters, by name; missing tensors; a full disk.
+/// A base computed differently by llama.cpp, by key; anything unsupported by its adapters, by name; missing tensors;
+/// a full disk.
 pub fn write_adapter(
     config: &Config,
     adapter: &Adapter,
@@ -38,6 +39,8 @@ pub fn write_adapter(
 ) -> ft_base::Result<()> {
     let trained = selection.trained();
     adapter.check_against(selection, &trained)?;
+    // The keys themselves are of the base's file.
+    keys::of_config(config)?;
     check(config, selection)?;
     let source = Source::new(adapter, selection, &trained);
     let all = map_tensors(config)?;

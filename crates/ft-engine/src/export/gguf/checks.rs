@@ -22,9 +22,6 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         "gemma3" => gemma3(config)?,
         "gemma4" => gemma4(config)?,
         "gpt-oss" => gpt_oss(config)?,
-        "olmo2" | "qwen2moe" if config.tied => {
-            return refuse("tie_word_embeddings", format!("true; llama.cpp's {arch} has a head of its own"));
-        }
         "olmo2" if config.family.model_type == "olmo3" => olmo3(config)?,
         _ => {}
     }
@@ -56,6 +53,25 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// Refuses by key a model without a tensor required by llama.cpp, or with another number of rows. Not for adapters: the
+/// base's file, made by another program, may have the tensor.
+pub(super) fn stored(config: &Config, arch: &str) -> Result<(), Error> {
+    if config.tied && ["olmo2", "qwen2moe", "gpt-oss"].contains(&arch) {
+        return refuse("tie_word_embeddings", format!("true; llama.cpp's {arch} has a head of its own"));
+    }
+    if arch == "gpt-oss" && !config.biases.qkv {
+        return refuse("attention_bias", "false; llama.cpp's gpt-oss has biases");
+    }
+    match config.layer_inputs {
+        Some(inputs) if inputs.vocab != config.vocab => {
+            let why =
+                format!("{}; llama.cpp's {arch} has one for each of {} tokens", inputs.vocab, config.vocab);
+            refuse("vocab_size_per_layer_input", why)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// llama.cpp's smollm3 has no positions in every fourth layer.
@@ -113,7 +129,7 @@ fn olmo3(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// llama.cpp's gpt-oss has windows in every second layer, from the first on, limits of its own, and a head.
+/// llama.cpp's gpt-oss has windows in every second layer, from the first on, and limits of its own.
 fn gpt_oss(config: &Config) -> Result<(), Error> {
     let fits = |(l, a): (usize, &LayerAttention)| a.window.is_some() == (l % 2 == 0);
     if !config.attention.iter().enumerate().all(fits) {
@@ -125,11 +141,7 @@ fn gpt_oss(config: &Config) -> Result<(), Error> {
     if config.glu.activation != (Activation::Clamped { alpha: 1.702, limit: 7.0 }) {
         return refuse("swiglu_limit", "llama.cpp's gpt-oss takes 7, with swiglu_alpha 1.702");
     }
-    match (config.tied, config.biases.qkv) {
-        (true, _) => refuse("tie_word_embeddings", "true; llama.cpp's gpt-oss has a head of its own"),
-        (_, false) => refuse("attention_bias", "false; llama.cpp's gpt-oss has biases"),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// llama.cpp has one size of keys and values, attention in each n-th layer, and one epsilon.
@@ -179,12 +191,5 @@ fn gemma4(config: &Config) -> Result<(), Error> {
     if config.attention.iter().all(|a| a.window.is_none()) {
         return refuse("layer_types", "llama.cpp's gemma4 has windows in some layers");
     }
-    match config.layer_inputs {
-        Some(inputs) if inputs.vocab != config.vocab => {
-            let why =
-                format!("{}; llama.cpp's gemma4 has one for each of {} tokens", inputs.vocab, config.vocab);
-            refuse("vocab_size_per_layer_input", why)
-        }
-        _ => Ok(()),
-    }
+    Ok(())
 }

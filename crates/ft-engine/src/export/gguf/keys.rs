@@ -17,7 +17,7 @@ fn has_windows(config: &Config) -> bool {
     ["gemma3_text", "gemma4_text", "gpt_oss", "olmo3"].contains(&config.family.model_type)
 }
 
-/// Context length with identical results in llama.cpp, without sliding windows for most families.
+/// Longest context with the same results in llama.cpp, which has no sliding windows for most families.
 pub(super) fn context(config: &Config) -> usize {
     let windows = config.attention.iter().filter_map(|a| a.window).filter(|_| !has_windows(config));
     windows.fold(config.max_positions, usize::min)

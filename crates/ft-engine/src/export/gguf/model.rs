@@ -1,5 +1,6 @@
 //! Writes a model as a GGUF file, one tensor at a time.
 
+use super::checks::stored;
 use super::entries::{Keys, MXFP4, file_type};
 use super::names::{MappedTensor, architecture, map_tensors};
 use super::{Error, keys, mxfp4, refuse, tokenizer};
@@ -37,8 +38,9 @@ pub fn write_model(
     base.check()?;
     let config = &base.config;
     let mapped = map_tensors(config)?;
-    let (of_config, divisors) = keys::of_config(config)?;
     let architecture = architecture(config)?;
+    stored(config, architecture)?;
+    let (of_config, divisors) = keys::of_config(config)?;
     let (title, of_tokenizer) = tokenizer::keys(dir, config, (name, pre))?;
     let mut all: Keys = vec![
         ("general.architecture".into(), architecture.into()),

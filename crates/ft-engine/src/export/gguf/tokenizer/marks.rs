@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 const MARK: &str = "\u{2581}";
 
-/// Places of a mark without a space in the text.
+/// Places of added marks: spaces absent from the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Prefix {
     Never,
