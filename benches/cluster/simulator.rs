@@ -38,7 +38,7 @@ enum Op {
     Compute(f64),
     /// Comes to a collective of a group, and goes on.
     Start(Call),
-    /// Waits for the transfers of the collective this many before the last one started.
+    /// Waits for a collective's transfers; the number counts back from the last one started.
     Wait(usize),
 }
 

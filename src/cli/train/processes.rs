@@ -227,8 +227,8 @@ impl Processes {
         Some(format!("error: rank {rank} of {world}: its process was ended by signal {signal}{hint}"))
     }
 
-    /// The code of the lowest rank with an error; of a lost rank if signals ended the failed ones. After a signal to
-    /// all, a rank may lose another one ended by it: the code is then the signal's.
+    /// Code of the lowest rank with an error; of a lost rank if signals ended the failed ones. After a signal to all,
+    /// a rank may lose a peer to it: the code is then the signal's.
     fn code(&mut self) -> u8 {
         self.ended.sort_unstable_by_key(|(number, _)| *number);
         let failed: Vec<_> = self.ended.iter().map(|(_, s)| *s).filter(|s| !s.success()).collect();

@@ -1,7 +1,7 @@
 //! Merges an adapter into the base, and verifies the model on disk.
 //!
-//! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of
-//! base and adapter, up to the order of sums. A model with amplified rounding errors has another tolerance, measured by
+//! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of base and
+//! adapter, up to the order of sums. A model that amplifies rounding errors has another tolerance, measured by
 //! perturbations of the merged weights. File: every weight on disk must equal the merged f32 weight rounded once to the
 //! dtype of the file, bit for bit. The effect of rounding on the logits is inherent to the dtype: measured and
 //! reported, without a tolerance.

@@ -2,7 +2,7 @@
 //!
 //! During training, the first signal sets a flag, checked between micro-batches, and the second signal, SIGUSR1
 //! not counted, ends the process at once. Before and after training, when nothing is unsaved, the first signal
-//! ends the process; before training, a message says so, and is waited for at most five seconds.
+//! ends the process; before training, a message says so, within five seconds.
 //!
 //! Signals within a second count as one: `timeout` signals a process and then its group. The parent process forwards
 //! its own signals through a pipe ([`pass`]). A signal to both, as from a control group, also counts once: only a
@@ -51,7 +51,7 @@ struct Handlers {
     early: Arc<AtomicBool>,
 }
 
-/// Signal handling of a run. Dropping it restores immediate exit as [`Signals::release`].
+/// Signal handling of a run. Dropping it calls [`Signals::release`].
 pub struct Signals {
     handlers: Handlers,
 }
@@ -92,8 +92,10 @@ impl Signals {
     /// Restores immediate exit on a signal, unless one was received: a copy of it, or of another rank's signal, must
     /// not cut the last write or the report short. After a direct SIGUSR1, other signals end the process at once.
     pub fn release(&self) {
+        if self.handlers.told.load(Ordering::SeqCst) {
+            return;
+        }
         match self.seen() {
-            _ if self.handlers.told.load(Ordering::SeqCst) => {}
             None => self.handlers.end_at_once(true),
             Some((_, ExitCode::Requested)) => self.handlers.at_once.store(true, Ordering::SeqCst),
             Some(_) => {}

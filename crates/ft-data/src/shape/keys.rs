@@ -161,8 +161,8 @@ pub(super) fn of_part(part: &Map<String, Value>) -> Result<(), String> {
     }
 }
 
-/// A message as templates read it: the reasoning is also `reasoning_content`, and `thinking` unless present, as in
-/// transformers 5.24 (`_alias_reasoning_fields`).
+/// A message as templates read it: the reasoning is also `reasoning_content`, and `thinking`, unless that has a value,
+/// as in transformers 5.24 (`_alias_reasoning_fields`).
 pub(crate) fn with_reasoning(message: &Value) -> Cow<'_, Value> {
     let given = |key: &&str| message.get(key).filter(|v| !v.is_null());
     let (Value::Object(map), Some(reasoning)) = (message, REASONING.iter().find_map(given)) else {

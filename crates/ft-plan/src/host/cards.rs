@@ -5,7 +5,7 @@
 pub struct Datasheet {
     pub products: f64,
     pub memory: f64,
-    /// Whether products reach their rate by `wgmma` or successors alone, unused by ft's attention.
+    /// Whether products reach their rate only by `wgmma` or a successor; ft's attention uses neither.
     pub warp_groups: bool,
 }
 

@@ -117,8 +117,8 @@ fn read(path: &Path, card: &str) -> Result<Option<Probe>, String> {
     if probe.rates.are_sound() { Ok(Some(probe)) } else { Err("a rate is not a positive number".into()) }
 }
 
-/// A text for the life of the process, one of few: a driver's name of a card in no table, as a name of
-/// [`ft_kernels::Machine`], or a day.
+/// Keeps a text for the life of the process: a day, or a driver's name of a card in no table, for
+/// [`ft_kernels::Machine`]. There are few.
 pub fn named(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,6 +1,6 @@
 //! Keeps the engine from computing constants with its own rules (`-7 // 2`, `1e-7 ~ ''`): one literal of every such
-//! expression goes through a filter without effect. Also refuses constructs with another meaning in the engine than in
-//! Jinja2.
+//! expression goes through a filter that returns it unchanged. Also refuses constructs with another meaning in the
+//! engine than in Jinja2.
 
 use minijinja::machinery::ast::{CallArg, Expr, Macro, Stmt, UnaryOpKind};
 use minijinja::machinery::{Span, Token, tokenize};

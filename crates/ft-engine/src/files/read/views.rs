@@ -70,8 +70,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value per block, then no longer a separate tensor.
-    /// Nothing happens unless both exist, with matching shapes.
+    /// Scales the 8-bit matrix `name` by the tensor `scale`, one value a block, and hides `scale`. Nothing happens
+    /// unless both exist, with matching shapes.
     pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) {
         let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return };
         let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);

@@ -580,7 +580,7 @@ impl Family {
         (key == DROPOUT || self.reads.contains(&key)) && !(key == CAP && nested && !self.by_layer)
     }
 
-    /// Whether a key of some families alone has an effect in this one; true for other keys.
+    /// Whether a key read only by some families has an effect in this one; true for other keys.
     pub(super) fn has_use_for(&self, key: &str) -> bool {
         let of_experts = |reads: fn(&Experts, &str) -> bool| self.experts.is_some_and(|x| reads(&x, key));
         match key {

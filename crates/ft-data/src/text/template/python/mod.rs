@@ -1,7 +1,7 @@
 //! Values of templates with the semantics of Python, as Jinja2 shows them: text, operators, methods.
 //!
 //! The template engine has own rules for text, comparisons and arithmetic; models were trained on Python's. A function
-//! spends the cost before the work, in the bytes of [`super::bounds`]. Errors are Python's, and an exhausted budget.
+//! pays for its work beforehand, in the bytes of [`super::bounds`]. Errors are Python's, and an exhausted budget.
 //!
 //! | file | contents |
 //! |---|---|
