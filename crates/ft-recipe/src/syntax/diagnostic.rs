@@ -46,7 +46,9 @@ impl SourceText {
 
 /// Replaces user and password of a URL by as many stars as bytes. In a value of `log.mlflow`, the scheme may be absent.
 fn masked(text: &str) -> Cow<'_, str> {
-    let Some(_) = text.find('@') else { return text.into() };
+    if !text.contains('@') {
+        return text.into();
+    }
     let bare = text.contains("mlflow");
     let word = |word: &str| {
         let (head, tail) = word.split_at(word.rfind('@').unwrap_or(0));

@@ -54,7 +54,7 @@ pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64, most_row: u
         }
         if row > most_row {
             return Err(ParquetError::General(format!(
-                "pages of the {} columns unpack to {} MiB together, more than {} MiB; write it with smaller pages",
+                "pages of the {} columns unpack to {} MiB together, more than {} MiB; write smaller pages",
                 group.num_columns(),
                 row >> 20,
                 most_row >> 20

@@ -13,7 +13,7 @@ const DEEPEST: usize = 32;
 /// Most bytes of text copied by aliases.
 const MOST_COPIED: usize = 64 << 20;
 
-/// Longest path in bytes; each value is stored with its own.
+/// Longest path in bytes. All values keep their paths.
 const LONGEST_PATH: usize = 1024;
 
 /// The parser's error at a line in brackets with less indentation than the key, and a quoted text or a bracket first.
@@ -288,7 +288,7 @@ mod tests {
         assert!(copies(65).unwrap_err().ends_with("line 2: aliases of more than 64 MiB"));
     }
 
-    /// Each list has its path in an import. A card's lists have none.
+    /// Lists of an import keep their paths, lists of a card do not.
     #[test]
     fn long_paths_are_refused_where_lines_are_kept() {
         let text = |n: usize| format!("? {}\n: [[], [1]]", "k".repeat(n));
